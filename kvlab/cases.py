@@ -1,0 +1,245 @@
+"""Layer 0: cases, exact batches written as `NAME=[N*]Q[@K][c][:D],...`.
+
+The grammar, the jitter and the shape files follow `vllm/benchmarks/forward/shapes.py` (vLLM 0.33), so that one
+text means the same batch in both tools: Q query tokens, K tokens of KV after the step (Q included; Q alone is a fresh
+prefill), `c` a chunk of a longer prefill, D draft tokens to verify, N such requests. Unless marked `c`, a prefill
+with a prefix is a prefix-cache hit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlab.errors import CaseError
+
+_REQUEST = re.compile(r"(?:([0-9]+)\*)?([0-9]+)(?:@([0-9]+))?(c)?(?::([0-9]+))?")
+_GRAMMAR = "[N*]Q[@K][c][:D]"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a batch.
+
+    Attributes:
+        query_len: tokens that the step computes, at least 1.
+        kv_len: tokens of KV after the step, `query_len` included.
+        num_draft_tokens: drafts verified in the step; then `query_len == 1 + num_draft_tokens`.
+        chunked: the prefix came from earlier chunks of the same prefill, not from the prefix cache.
+
+    Raises:
+        CaseError: for lengths that contradict each other.
+    """
+
+    query_len: int
+    kv_len: int
+    num_draft_tokens: int = 0
+    chunked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.query_len < 1:
+            raise CaseError(f"request {self}: a step computes at least 1 token; raise Q")
+        if self.kv_len < self.query_len:
+            raise CaseError(
+                f"request {self}: K={self.kv_len} is less than Q={self.query_len}, but K includes the query;"
+                f" write {self.query_len}@K with K >= {self.query_len}"
+            )
+        if self.num_draft_tokens < 0:
+            raise CaseError(f"request {self}: D={self.num_draft_tokens} draft tokens; D is 0 or more")
+        if self.num_draft_tokens and not self.is_decode:
+            raise CaseError(
+                f"request {self}: D={self.num_draft_tokens} drafts are verified in Q = 1 + D ="
+                f" {1 + self.num_draft_tokens} tokens after a prefix (K > Q)"
+            )
+        if self.chunked and (self.is_decode or not self.prefix_len):
+            raise CaseError(f"request {self}: 'c' marks a prefill chunk: Q > 1 after a prefix (K > Q)")
+
+    def __str__(self) -> str:
+        kv = f"@{self.kv_len}" if self.kv_len != self.query_len else ""
+        drafts = f":{self.num_draft_tokens}" if self.num_draft_tokens else ""
+        return f"{self.query_len}{kv}{'c' if self.chunked else ''}{drafts}"
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens whose KV is in the cache before the step."""
+        return self.kv_len - self.query_len
+
+    @property
+    def is_decode(self) -> bool:
+        """Decode or verify; otherwise some prefill."""
+        return self.prefix_len > 0 and self.query_len == 1 + self.num_draft_tokens
+
+    @property
+    def prefix_hit(self) -> bool:
+        """A prefill whose prefix came from the prefix cache."""
+        return self.prefix_len > 0 and not self.is_decode and not self.chunked
+
+    @property
+    def phase(self) -> str:
+        """`decode`, `verify`, `prefill`, `chunk` or `hit`."""
+        if self.is_decode:
+            return "verify" if self.num_draft_tokens else "decode"
+        if not self.prefix_len:
+            return "prefill"
+        return "chunk" if self.chunked else "hit"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named batch: `Case("decode", (Request(1, 8192),) * 32)`.
+
+    Raises:
+        CaseError: for an empty name or no requests.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise CaseError(f"case {str(self)!r} has no name; write NAME={_GRAMMAR}")
+        if not self.requests:
+            raise CaseError(f"case {self.name!r} has no requests; write {self.name}={_GRAMMAR},...")
+
+    def __str__(self) -> str:
+        """The case in the grammar, runs of equal requests folded: `parse_case(str(case)) == case`."""
+        runs: list[tuple[Request, int]] = []
+        for request in self.requests:
+            if runs and runs[-1][0] == request:
+                runs[-1] = (request, runs[-1][1] + 1)
+            else:
+                runs.append((request, 1))
+        return f"{self.name}=" + ",".join(f"{n}*{r}" if n > 1 else str(r) for r, n in runs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the whole batch."""
+        return sum(r.query_len for r in self.requests)
+
+    @property
+    def phase(self) -> str:
+        """The one phase of all requests, or `mixed`."""
+        phases = {r.phase for r in self.requests}
+        return phases.pop() if len(phases) == 1 else "mixed"
+
+
+def parse_case(text: str) -> Case:
+    """Parse `NAME=[N*]Q[@K][c][:D],...`; without `NAME=` the text is its own name.
+
+    Raises:
+        CaseError: one line that shows the offending request within the text.
+    """
+    name, separator, body = text.partition("=")
+    if not separator:
+        name, body = text, text
+    requests: list[Request] = []
+    for item in body.split(","):
+        match = _REQUEST.fullmatch(item.strip())
+        if match is None:
+            raise CaseError(f"case {text!r}: cannot read {item!r}; a request is {_GRAMMAR}, e.g. 32*1@8192")
+        count, query, kv, chunked, drafts = match.groups()
+        try:
+            request = Request(int(query), int(kv or query), int(drafts or 0), chunked=bool(chunked))
+        except CaseError as error:
+            raise CaseError(f"case {text!r}: {error}") from None
+        if count is not None and int(count) < 1:
+            raise CaseError(f"case {text!r}: {item!r} asks for {count} requests; N is 1 or more")
+        requests.extend([request] * int(count or 1))
+    return Case(name, tuple(requests))
+
+
+def jitter_kv_lens(case: Case, jitter: float, max_kv_len: int, seed: int) -> Case:
+    """Draw each request's prefix uniformly within +-`jitter` of its length, capped at `max_kv_len` tokens of KV.
+
+    Query lengths stay, and a prefix that was there stays at least one token long. The draw depends on the seed and
+    the case's name only; it equals vLLM 0.33's for the same arguments.
+
+    Args:
+        jitter: fraction in [0, 1).
+        max_kv_len: the model's longest KV, tokens.
+
+    Raises:
+        CaseError: when a request is longer than `max_kv_len`, or `jitter` is out of range.
+    """
+    if not 0 <= jitter < 1:
+        raise CaseError(f"jitter {jitter} is out of range; give a fraction in [0, 1)")
+    rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])
+    requests = []
+    for request in case.requests:
+        if request.kv_len > max_kv_len:
+            raise CaseError(
+                f"case {case.name!r}: request {request} holds {request.kv_len} tokens of KV, but the model takes"
+                f" {max_kv_len}; shorten K or raise --max-model-len"
+            )
+        prefix = request.prefix_len
+        if prefix and jitter:
+            prefix = max(1, round(prefix * rng.uniform(1 - jitter, 1 + jitter)))
+        requests.append(replace(request, kv_len=min(request.query_len + prefix, max_kv_len)))
+    return Case(case.name, tuple(requests))
+
+
+def load_cases(path: str | Path) -> list[Case]:
+    """Load cases from a JSON or YAML file in vLLM's form.
+
+    `{"cases": [{"name": ..., "requests": [{"query_len": ..., "kv_len": ..., "num_draft_tokens": ..., "chunked": ...,
+    "count": ...}]}]}`; the last three are optional.
+
+    Raises:
+        CaseError: naming the file and the entry.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaseError(f"shape file {path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            data = yaml.safe_load(text)
+        else:
+            data = json.loads(text)
+    except Exception as error:  # both parsers have families of their own
+        raise CaseError(f"shape file {path}: {' '.join(str(error).split())}") from None
+    entries = data.get("cases") if isinstance(data, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise CaseError(f'shape file {path}: expected {{"cases": [...]}} with at least one case')
+    return [_case_from_mapping(entry, f"shape file {path}, case {i}") for i, entry in enumerate(entries)]
+
+
+def _case_from_mapping(entry: Any, where: str) -> Case:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("requests"), list):
+        raise CaseError(f'{where}: expected {{"name": ..., "requests": [...]}}, got {entry!r}')
+    requests: list[Request] = []
+    for i, item in enumerate(entry["requests"]):
+        at = f"{where}, request {i}"
+        if not isinstance(item, Mapping):
+            raise CaseError(f"{at}: expected a mapping, got {item!r}")
+        values = dict(item)
+        count = values.pop("count", 1)
+        known = {f.name for f in fields(Request)}
+        if unknown := sorted(set(values) - known):
+            raise CaseError(f"{at}: unknown key {unknown[0]!r}; a request has {', '.join(sorted(known))}, count")
+        if missing := sorted({"query_len", "kv_len"} - set(values)):
+            raise CaseError(f"{at}: {missing[0]!r} is missing")
+        for key, value in {**values, "count": count}.items():
+            wanted = bool if key == "chunked" else int
+            if type(value) is not wanted:
+                raise CaseError(f"{at}: {key} is {value!r}; give {'true or false' if wanted is bool else 'an integer'}")
+        if count < 1:
+            raise CaseError(f"{at}: count is {count}; give 1 or more")
+        try:
+            requests.extend([Request(**values)] * count)
+        except CaseError as error:
+            raise CaseError(f"{at}: {error}") from None
+    try:
+        return Case(str(entry.get("name", "")), tuple(requests))
+    except CaseError as error:
+        raise CaseError(f"{where}: {error}") from None
