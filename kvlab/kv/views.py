@@ -48,6 +48,30 @@ class LayerTensor:
         """View of the allocator blocks [begin, end)."""
         return self.tensor.narrow(self.dim, begin * self.factor, (end - begin) * self.factor)
 
+    def token_major(self, begin: int, end: int) -> torch.Tensor:
+        """The same blocks as [kernel blocks, ..., tokens, values or bytes]; a recurrent state has no token axis.
+
+        Raises:
+            GeometryError: where the shape does not tell which axis holds the tokens.
+        """
+        view = self.blocks(begin, end).movedim(self.dim, 0)
+        if is_recurrent(self.spec) or view.dim() < 3:
+            return view
+        return view.movedim(self._token_axis(tuple(view.shape)), -2)
+
+    def _token_axis(self, shape: tuple[int, ...]) -> int:
+        tokens = states_per_block(self.spec) // self.factor
+        axes = [axis for axis in range(1, len(shape) - 1) if shape[axis] == tokens]
+        # [B, N, C] and vLLM's logical [B, H, N, C] keep the tokens next to last; only K/V-first shapes need a search.
+        if len(shape) <= 4 and len(shape) - 2 in axes:
+            return len(shape) - 2
+        if len(axes) == 1:
+            return axes[0]
+        raise GeometryError(
+            f"layer {self.layer!r}: no one axis of shape {tuple(self.tensor.shape)} holds the {tokens} tokens of a"
+            f" kernel block (block dimension {self.dim}); give the spec the num_states that the cache was built with"
+        )
+
 
 def iter_tensors(kv_cache: Any) -> Iterator[torch.Tensor]:
     """The non-empty tensors in a layer's cache: a tensor, a nest of lists and tuples, or None."""
@@ -61,7 +85,9 @@ def iter_tensors(kv_cache: Any) -> Iterator[torch.Tensor]:
         raise GeometryError(f"a cache is a tensor or a nest of tensors, not {type(kv_cache).__name__}")
 
 
-def block_dim(tensor: torch.Tensor, num_blocks: int, spec: Any = None, *, layer: str = "?", index: int = 0) -> tuple[int, int]:
+def block_dim(
+    tensor: torch.Tensor, num_blocks: int, spec: Any = None, *, layer: str = "?", index: int = 0
+) -> tuple[int, int]:
     """(block dimension, kernel blocks per allocator block) of a cache tensor.
 
     Dimension 0 or 1 qualifies when its size is a multiple of `num_blocks`. Where both do, the spec decides: the
@@ -119,7 +145,9 @@ def layer_tensors(
         group_id = getattr(group, "kv_cache_group_id", position)
         for name in group.layer_names:
             if name not in kv_caches:
-                raise GeometryError(f"layer {name!r} of group {group_id} has no entry in kv_caches; pass None if it has no cache")
+                raise GeometryError(
+                    f"layer {name!r} of group {group_id} has no entry in kv_caches; pass None if it has no cache"
+                )
             spec = layer_spec(group.kv_cache_spec, name)
             known = block_dims.get(name) if isinstance(block_dims, Mapping) else block_dims
             for index, tensor in enumerate(iter_tensors(kv_caches[name])):

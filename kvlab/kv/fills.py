@@ -1,0 +1,274 @@
+"""Layer 1: fills, the rules for KV contents, and their application to the blocks that a case owns."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from kvlab.errors import FillError
+from kvlab.kv.batch import Batch
+from kvlab.kv.detect import format_of
+from kvlab.kv.formats import Format, RawFormat
+from kvlab.kv.specs import is_recurrent
+from kvlab.kv.views import BlockDims, BlockRanges, LayerTensor, layer_tensors, owned_block_ranges
+
+# A recurrent state feeds back into itself within the step; unit variance there would swamp the activations.
+STATE_SCALE = 0.1
+# Values drawn at a time: bounds the float32 scratch at 256 MB whatever the cache's size.
+_CHUNK_VALUES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Fill(ABC):
+    """A rule for KV contents; `str` gives the text that `parse_fill` reads back."""
+
+    kind: ClassVar[str]
+
+    def __str__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name):g}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{self.kind}({', '.join(given)})" if given else self.kind
+
+    @abstractmethod
+    def values(
+        self, shape: Sequence[int], spec: Any, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Tensor | None:
+        """float32 values to encode into a view of `shape`; None for all-zero bytes."""
+
+    @property
+    def zero_share(self) -> float:
+        """Share of the tokens whose bytes are all zero."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Zeros(Fill):
+    """All bytes zero, scales included: what vLLM's forward benchmark times."""
+
+    kind = "zeros"
+
+    def values(
+        self, shape: Sequence[int], spec: Any, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Tensor | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Random(Fill):
+    """Independent normal values, encoded in each layer's own format.
+
+    Attributes:
+        std: standard deviation; a tenth of it in recurrent states.
+        zero_fraction: share of each request's tokens whose bytes are all zero, the same tokens in all layers of a
+            group; in recurrent states, share of the elements.
+    """
+
+    kind = "random"
+    std: float = 1.0
+    zero_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.std) and self.std > 0):
+            raise FillError(f"fill {self.kind!r}: std is {self.std}; give a positive number")
+        if not 0 <= self.zero_fraction <= 1:
+            raise FillError(f"fill {self.kind!r}: zero_fraction is {self.zero_fraction}; give a share in [0, 1]")
+
+    def values(
+        self, shape: Sequence[int], spec: Any, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Tensor | None:
+        scale = self.std * (STATE_SCALE if is_recurrent(spec) else 1.0)
+        return torch.randn(tuple(shape), generator=generator, device=device).mul_(scale)
+
+    @property
+    def zero_share(self) -> float:
+        return self.zero_fraction
+
+
+@dataclass(frozen=True)
+class Constant(Fill):
+    """One value everywhere; 0.015 is the one of vLLM's `DecodeBenchConnector`."""
+
+    kind = "constant"
+    value: float = 0.015
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise FillError(f"fill {self.kind!r}: value is {self.value}; give a finite number")
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.value:g})"
+
+    def values(
+        self, shape: Sequence[int], spec: Any, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Tensor | None:
+        return torch.full(tuple(shape), self.value, device=device)
+
+
+FILLS: dict[str, type[Fill]] = {fill.kind: fill for fill in (Zeros, Random, Constant)}
+
+
+def parse_fill(text: str | Fill) -> Fill:
+    """`zeros`, `random`, `random(std=0.5, zero_fraction=0.25)`, `constant(0.015)`; a `Fill` passes through.
+
+    Raises:
+        FillError: one line that shows what is wrong and what is known.
+    """
+    if isinstance(text, Fill):
+        return text
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
+    if match is None or match[1] not in FILLS:
+        raise FillError(f"fill {text!r}: unknown; known are {', '.join(FILLS)}, e.g. random(std=0.5)")
+    fill = FILLS[match[1]]
+    known = [f.name for f in fields(fill)]
+    given: dict[str, float] = {}
+    for position, item in enumerate(filter(None, map(str.strip, (match[2] or "").split(",")))):
+        name, equals, number = item.partition("=")
+        if not equals:
+            name, number = known[position] if position < len(known) else item, item
+        name = name.strip()
+        if name not in known or name in given:
+            takes = ", ".join(known) or "nothing"
+            raise FillError(f"fill {text!r}: cannot place {item!r}; {match[1]} takes {takes}")
+        try:
+            given[name] = float(ast.literal_eval(number.strip()))
+        except (ValueError, SyntaxError, TypeError):
+            raise FillError(f"fill {text!r}: {number.strip()!r} is not a number") from None
+    return fill(**given)
+
+
+def fill_kv_blocks(
+    kv_caches: Mapping[str, Any],
+    attn_groups: Iterable[Any],
+    batch: Batch,
+    num_blocks: int,
+    fill: Fill | str,
+    generator: torch.Generator | None = None,
+    *,
+    formats: Mapping[str, Format] | None = None,
+    block_dims: BlockDims = None,
+) -> None:
+    """Give all blocks that a batch owns new contents, group by group; no other byte changes.
+
+    Args:
+        kv_caches, attn_groups, batch, num_blocks, block_dims: as for `touched_kv_views`.
+        fill: a `Fill` or its text.
+        generator: source of random values, on the caches' device; seeded with 0 when absent.
+        formats: layer name -> byte format, where the spec does not tell; else `format_of`.
+
+    Raises:
+        FillError, FormatError, GeometryError: before any byte is written.
+    """
+    fill = parse_fill(fill)
+    layers = distinct_layers(layer_tensors(kv_caches, attn_groups, num_blocks, block_dims))
+    formats = formats or {}
+    writes = [
+        (
+            layer,
+            None
+            if isinstance(fill, Zeros)
+            else formats.get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer),
+        )
+        for layer in layers
+    ]
+    if generator is None and layers:
+        generator = torch.Generator(device=layers[0].tensor.device).manual_seed(0)
+    ranges = {layer.group_id: _merged(owned_block_ranges(layer.group_id, batch)) for layer in layers}
+    masks = _ZeroTokens(fill.zero_share, generator)
+    with torch.inference_mode():
+        for layer, fmt in writes:
+            for begin, end in ranges[layer.group_id]:
+                if fmt is None:
+                    layer.blocks(begin, end).zero_()
+                else:
+                    _write(layer, fmt, fill, begin, end, generator, masks)
+
+
+def zero_kv_blocks(
+    kv_caches: Mapping[str, Any],
+    attn_groups: Iterable[Any],
+    batch: Batch,
+    num_blocks: int,
+    *,
+    block_dims: BlockDims = None,
+) -> None:
+    """Zero all blocks that a batch owns: `fill_kv_blocks(..., "zeros")`."""
+    fill_kv_blocks(kv_caches, attn_groups, batch, num_blocks, Zeros(), block_dims=block_dims)
+
+
+def distinct_layers(layers: Iterable[LayerTensor]) -> list[LayerTensor]:
+    """The layers without those that share an earlier one's cache byte for byte (KV sharing)."""
+    seen: dict[tuple[Any, ...], LayerTensor] = {}
+    for layer in layers:
+        t = layer.tensor
+        seen.setdefault((layer.group_id, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), layer)
+    return list(seen.values())
+
+
+def _merged(ranges: BlockRanges) -> list[tuple[int, int]]:
+    """Adjacent ranges joined: fewer, longer writes."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in ranges.tolist():
+        if merged and merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], end)
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def _write(
+    layer: LayerTensor,
+    fmt: Format,
+    fill: Fill,
+    begin: int,
+    end: int,
+    generator: torch.Generator | None,
+    masks: _ZeroTokens,
+) -> None:
+    for lo, hi in _chunks(layer, begin, end):
+        view = layer.token_major(lo, hi)
+        width = fmt.width_of(view.shape[-1])
+        values = fill.values((*view.shape[:-1], width), layer.spec, generator, view.device)
+        if values is None:
+            view.zero_()
+            continue
+        if fill.zero_share and is_recurrent(layer.spec):
+            keep = torch.rand(values.shape, generator=generator, device=view.device) >= fill.zero_share
+            values.mul_(keep)
+        fmt.encode(values, view)
+        if fill.zero_share and not is_recurrent(layer.spec):
+            masks.apply(layer, fmt, view, lo, hi)
+
+
+def _chunks(layer: LayerTensor, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    per_block = max(1, layer.tensor.numel() * layer.factor // layer.tensor.shape[layer.dim])
+    step = max(1, _CHUNK_VALUES // per_block)
+    for lo in range(begin, end, step):
+        yield lo, min(lo + step, end)
+
+
+class _ZeroTokens:
+    """Which tokens of a chunk of blocks are zero: drawn once, so that all layers of a group agree."""
+
+    def __init__(self, share: float, generator: torch.Generator | None) -> None:
+        self.share = share
+        self.generator = generator
+        self.drawn: dict[tuple[int, int, int, int], torch.Tensor] = {}
+
+    def apply(self, layer: LayerTensor, fmt: Format, view: torch.Tensor, begin: int, end: int) -> None:
+        tokens = view.shape[0] * view.shape[-2]
+        key = (layer.group_id, begin, end, tokens)
+        if key not in self.drawn:
+            order = torch.randperm(tokens, generator=self.generator, device=view.device)
+            self.drawn[key] = order < round(self.share * tokens)
+        mask = self.drawn[key].view(view.shape[0], *(1,) * (view.dim() - 3), view.shape[-2], 1)
+        if isinstance(fmt, RawFormat):
+            view.masked_fill_(mask, 0)
+            return
+        for field in fmt.fields(view).values():
+            field.masked_fill_(mask, 0)
