@@ -1,0 +1,167 @@
+"""Layer 3: timing replays of one step: by CUDA events inside a captured graph, or by the CPU's clock.
+
+Every replay first restores the touched views, outside the timed interval. On CUDA the restore, the first event, the
+forward and the second event are one graph, so that neither the restore nor launch gaps are timed (the arrangement of
+`vllm/benchmarks/forward/capture.py`). An eager forward is never timed against a captured one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+import torch
+
+from kvlab.engines.base import Step
+from kvlab.errors import EngineError
+
+MODES = ("isolated", "sustained")
+
+
+class Timer(ABC):
+    """Times replays of one prepared and filled step.
+
+    Attributes:
+        kind: `cuda_graph_events` or `cpu_clock`, stored with the run.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def time(self, count: int) -> list[float]:
+        """Microseconds of `count` replays."""
+
+    @abstractmethod
+    def output(self) -> torch.Tensor:
+        """Hidden states of the last replay: [num_tokens, hidden]."""
+
+    def settle(self, seconds: float) -> None:
+        """Replay for a while without keeping times: caches, clocks and power reach their steady state."""
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            self.time(1)
+
+    def close(self) -> None:  # noqa: B027
+        """Drop graphs and events."""
+
+
+class CpuTimer(Timer):
+    """Eager forwards by `perf_counter_ns`; a CPU has no launch queue, so both modes are one."""
+
+    kind = "cpu_clock"
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._output: torch.Tensor | None = None
+
+    def time(self, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            self._step.restore()
+            begin = time.perf_counter_ns()
+            self._output = self._step.forward()
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+        return times
+
+    def output(self) -> torch.Tensor:
+        if self._output is None:
+            self.time(1)
+        assert self._output is not None
+        return self._output
+
+
+class _Lane:
+    """One captured graph with its own pair of events."""
+
+    def __init__(self, step: Step, stream: torch.cuda.Stream) -> None:
+        self.start, self.end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            step.restore()
+            self.start.record()
+            self.output = step.forward()
+            self.end.record()
+
+    def elapsed_us(self) -> float:
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) * 1e3
+
+
+class GraphTimer(Timer):
+    """CUDA graph replays.
+
+    `isolated` waits for each replay before it launches the next. `sustained` keeps one replay queued behind the one
+    that runs: two graphs of the same step, each with its own events, take turns, so the GPU never idles.
+
+    Attributes:
+        graph_vs_eager: relative RMS distance of the captured from the eager output; kept with the run.
+        eager_repeat: the same between two eager forwards, the floor for the former.
+    """
+
+    kind = "cuda_graph_events"
+
+    def __init__(self, step: Step, mode: str) -> None:
+        device = step.engine.device
+        with torch.cuda.device(device), step.capturing():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # Some kernels set themselves up on first use in a stream, which a capture would refuse.
+                step.restore()
+                first = step.forward().clone()
+                step.restore()
+                eager = step.forward().clone()
+                stream.synchronize()
+            self._lanes = [_Lane(step, stream) for _ in range(2 if mode == "sustained" else 1)]
+        self.eager_repeat = relative_rms(first, eager)
+        self.time(1)
+        self.graph_vs_eager = relative_rms(self.output(), eager)
+
+    def time(self, count: int) -> list[float]:
+        if len(self._lanes) == 1:
+            (lane,) = self._lanes
+            times = []
+            for _ in range(count):
+                lane.graph.replay()
+                times.append(lane.elapsed_us())
+            return times
+        times = []
+        self._lanes[0].graph.replay()
+        for i in range(count):
+            if i + 1 < count:
+                self._lanes[(i + 1) % 2].graph.replay()
+            times.append(self._lanes[i % 2].elapsed_us())
+        self._last = self._lanes[(count - 1) % 2]
+        return times
+
+    def settle(self, seconds: float) -> None:
+        (first,) = self.time(1)
+        self.time(max(1, int(seconds * 1e6 / max(first, 1.0))))
+
+    def output(self) -> torch.Tensor:
+        return (self._lanes[0] if len(self._lanes) == 1 else self._last).output
+
+    def close(self) -> None:
+        self._lanes.clear()
+
+
+def make_timer(step: Step, mode: str) -> Timer:
+    """The timer for a filled step on its engine's device.
+
+    Raises:
+        EngineError: for an unknown mode, or a device that is neither CPU nor CUDA.
+    """
+    if mode not in MODES:
+        raise EngineError(f"mode {mode!r} is unknown; give {' or '.join(MODES)}")
+    device = step.engine.device
+    if device.type == "cuda":
+        return GraphTimer(step, mode)
+    if device.type == "cpu":
+        return CpuTimer(step)
+    raise EngineError(f"no timer for device {device}; steps are timed on cpu and cuda")
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS of the difference over the RMS of `expected`; 0 where both are zero."""
+    scale = expected.float().square().mean().sqrt().clamp(min=1e-12)
+    return float((actual.float() - expected.float()).square().mean().sqrt() / scale)
