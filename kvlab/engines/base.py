@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvlab.cases import Case
+from kvlab.cases import Case, jitter_kv_lens
 from kvlab.errors import EngineError
-from kvlab.kv.batch import Batch
+from kvlab.kv.batch import Batch, build_batch
 from kvlab.kv.fills import Fill, fill_kv_blocks
 from kvlab.kv.formats import Format
 from kvlab.kv.snapshot import Snapshot
@@ -55,12 +56,24 @@ class Engine(ABC):
     lookahead: int = 0
     routing: str = "none"
 
-    @abstractmethod
-    def prepare(self, case: Case, seed: int = 0) -> Step:
-        """Build the case's batch with tokens drawn from `seed`; one step is prepared at a time.
+    def build(self, case: Case, seed: int = 0) -> Batch:
+        """The case's batch over this engine's blocks, tokens drawn from `seed`; touches no memory of the device.
 
         Raises:
             CaseError, CapacityError: when the model or the pool does not admit the case.
+        """
+        case = jitter_kv_lens(case, 0.0, self.max_model_len, seed)
+        rng = np.random.default_rng(seed)
+        groups = self.kv_cache_groups
+        return build_batch(case, groups, self.num_blocks, self.vocab_size, rng, self.dcp_size, self.lookahead)
+
+    @abstractmethod
+    def prepare(self, case: Case, seed: int = 0) -> Step:
+        """A step of the case's batch; one is prepared at a time.
+
+        Raises:
+            CaseError, CapacityError: as `build`.
+            EngineError: when the engine cannot run it.
         """
 
     def provenance(self) -> dict[str, Any]:

@@ -1,0 +1,197 @@
+"""Layer 5: the byte-level proof that a step writes nothing outside its touched views, and a probe of what it reads.
+
+The oracle is the memory itself: all cache bytes before and after a step. Contents are random, and drawn twice, as a
+write of the value that was there already cannot be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvlab.cases import Case, parse_case
+from kvlab.engines.base import Engine, Step
+from kvlab.kv.detect import format_of
+from kvlab.kv.extents import StorageExtent, storage_extents
+from kvlab.kv.formats import RawFormat
+from kvlab.kv.specs import is_recurrent
+from kvlab.kv.views import LayerTensor, layer_tensors, owned_block_ranges, owned_kv_views
+
+# NaN in every float format, and as a scale in every packed one.
+POISON = 0xFF
+_CHUNK = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one step wrote.
+
+    Attributes:
+        case, model, engine: as given.
+        ok: nothing outside the touched views changed.
+        bytes_cache: size of the caches' storages, each once.
+        bytes_touched: bytes in the touched views, each once.
+        bytes_written: bytes that changed in at least one of two steps from different random contents.
+        bytes_outside: changed bytes outside the touched views.
+        outside: where the first of them lies: layer, block, request; None when there is none.
+        tightness: bytes_written / bytes_touched, 1.0 for views without slack.
+        reads_unwritten: the output depends on bytes that hold no token of the case; None where not probed.
+    """
+
+    case: str
+    model: str
+    engine: str
+    ok: bool
+    bytes_cache: int
+    bytes_touched: int
+    bytes_written: int
+    bytes_outside: int
+    outside: str | None
+    tightness: float
+    reads_unwritten: bool | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes, for JSON."""
+        return asdict(self)
+
+
+def verify(
+    engine: Engine, cases: Iterable[Case | str], seed: int = 0, *, probe_reads: bool = True
+) -> list[Verification]:
+    """Check each case's step byte for byte.
+
+    Args:
+        engine: any engine; its caches are copied once, so as much memory again must be free.
+        probe_reads: also poison every byte that holds no token of the case, and compare outputs bit for bit.
+
+    Raises:
+        KvlabError: for a case that the engine does not admit.
+    """
+    results = []
+    for case in cases:
+        case = parse_case(case) if isinstance(case, str) else case
+        step = engine.prepare(case, seed)
+        try:
+            results.append(verify_step(step, seed, probe_reads=probe_reads))
+        finally:
+            step.close()
+    return results
+
+
+def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verification:
+    """Check one prepared step; see `verify`."""
+    engine = step.engine
+    layers = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
+    caches = storage_extents(layer.tensor for layer in layers)
+    touched = storage_extents(step.touched)
+    written = {address: torch.zeros_like(e.storage, dtype=torch.bool) for address, e in caches.items()}
+    for draw in (seed, seed + 1):
+        step.fill("random", draw)
+        before = {address: e.storage.clone() for address, e in caches.items()}
+        step.forward()
+        for address, extent in caches.items():
+            for piece in _pieces(extent.storage):
+                written[address][piece] |= extent.storage[piece] != before[address][piece]
+    num_outside, outside = 0, None
+    for address, changed in written.items():
+        stray = changed & ~touched[address].mask() if address in touched else changed
+        count = int(stray.sum())
+        if count and outside is None:
+            outside = _locate(step, layers, caches[address], int(stray.nonzero()[0]))
+        num_outside += count
+    num_written = sum(int(changed.sum()) for changed in written.values())
+    num_touched = sum(extent.num_bytes for extent in touched.values())
+    return Verification(
+        case=str(step.case),
+        model=engine.model,
+        engine=engine.name,
+        ok=num_outside == 0,
+        bytes_cache=sum(extent.storage.numel() for extent in caches.values()),
+        bytes_touched=num_touched,
+        bytes_written=num_written,
+        bytes_outside=num_outside,
+        outside=outside,
+        tightness=num_written / num_touched if num_touched else 0.0,
+        reads_unwritten=reads_unwritten(step, seed) if probe_reads else None,
+    )
+
+
+def reads_unwritten(step: Step, seed: int = 0) -> bool:
+    """Whether the output changes when every byte that holds no token of the case is poisoned with 0xFF.
+
+    Readable are the slots of the first `kv_len` tokens of each request, whole recurrent states, and the null block.
+    """
+    engine = step.engine
+    layers = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
+    caches = storage_extents(layer.tensor for layer in layers)
+    readable = {address: torch.zeros_like(e.storage, dtype=torch.bool) for address, e in caches.items()}
+    for layer in layers:
+        mask = readable[layer.tensor.untyped_storage().data_ptr()]
+        for field in _readable_fields(step, layer):
+            mask.as_strided(field.shape, field.stride(), field.storage_offset()).fill_(True)
+    step.fill("random", seed)
+    clean = step.forward().clone()
+    step.restore()
+    before = {address: extent.storage.clone() for address, extent in caches.items()}
+    try:
+        for address, extent in caches.items():
+            for piece in _pieces(extent.storage):
+                extent.storage[piece].masked_fill_(~readable[address][piece], POISON)
+        poisoned = step.forward().clone()
+    finally:
+        for address, extent in caches.items():
+            extent.storage.copy_(before[address])
+    return not torch.equal(clean, poisoned)
+
+
+def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:
+    """Byte views of what a step may read in one layer."""
+    engine, batch = step.engine, step.batch
+    fmt = engine.formats.get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer)
+    null = layer.blocks(0, 1)
+    yield from (null.view(torch.uint8),) if isinstance(fmt, RawFormat) else fmt.fields(layer.token_major(0, 1)).values()
+    for req_id, (begin, end) in zip(batch.req_ids, owned_block_ranges(layer.group_id, batch).tolist(), strict=True):
+        if is_recurrent(layer.spec):
+            yield layer.blocks(begin, end).view(torch.uint8)
+            continue
+        scheduled, computed, _ = batch.expected[req_id]
+        freed = len(batch.block_ids[req_id][layer.group_id]) - (end - begin)
+        view = layer.token_major(begin, end)
+        per_kernel_block = view.shape[-2]
+        tokens = computed + scheduled - freed * layer.factor * per_kernel_block
+        whole, rest = divmod(tokens, per_kernel_block)
+        for field in fmt.fields(view).values():
+            yield field[:whole]
+            if rest:
+                yield field[whole : whole + 1, ..., :rest, :]
+
+
+def _pieces(storage: torch.Tensor) -> Iterator[slice]:
+    for begin in range(0, storage.numel(), _CHUNK):
+        yield slice(begin, begin + _CHUNK)
+
+
+def _locate(step: Step, layers: Sequence[LayerTensor], extent: StorageExtent, offset: int) -> str:
+    """Whose byte it is: layers of overlaid groups share bytes, so the owner of the block decides."""
+    address = extent.storage.data_ptr()
+    for layer in layers:
+        if layer.tensor.untyped_storage().data_ptr() != address:
+            continue
+        owned = owned_block_ranges(layer.group_id, step.batch)
+        for req_id, view, (begin, _) in zip(step.batch.req_ids, owned_kv_views(layer, step.batch), owned, strict=True):
+            if not _covers(view, offset):
+                continue
+            for block in range(begin, begin + view.shape[layer.dim] // layer.factor):
+                if _covers(layer.blocks(block, block + 1), offset):
+                    return f"layer {layer.layer!r}, block {block} of request {req_id}, byte {offset} of its storage"
+    return f"byte {offset} of the cache's storage, in no block of the case"
+
+
+def _covers(view: torch.Tensor, offset: int) -> bool:
+    (extent,) = storage_extents([view]).values()
+    row = int(np.searchsorted(extent.intervals[:, 0], offset, side="right")) - 1
+    return row >= 0 and offset < extent.intervals[row, 1]

@@ -1,0 +1,94 @@
+"""Exports: Parquet files that open like the run."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+from runs import PROVENANCE, STUDY, add_case, rows, verdict
+
+from kvlab.errors import RunError
+from kvlab.run import Run, open_run
+from kvlab.tables import TABLES
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run.create(tmp_path / "run", STUDY, PROVENANCE) as run:
+        add_case(run)
+        run.case_facts("decode", timer="graph")
+        for number in range(5):
+            run.add_round("decode", "isolated", number, rows(number, watts=300.5, throttled=number > 2))
+        run.add_verdict("decode", "isolated", verdict())
+        run.add_verdict("decode", "sustained", verdict(gap=None, ci90=None, verdict="invalid", nonzero=True))
+        run.add_telemetry(
+            [
+                {"case": "decode", "mode": "isolated", "arm": "zeros", "t": 1, "on": True, "what": "text"},
+                {"case": "decode", "mode": "isolated", "arm": "zeros", "t": 2.5, "what": 3},
+            ]
+        )
+    return run
+
+
+@pytest.mark.parametrize("folder", ["export", "topk=512", "ü x"])
+def test_an_export_opens_like_the_run(run, tmp_path, folder):
+    files = run.export(tmp_path / folder)
+    names = [file.name for file in files]
+    assert names == ["cases.parquet", "samples.parquet", "verdicts.parquet", "telemetry.parquet", "provenance.json"]
+    exported = open_run(tmp_path / folder)
+    for name in TABLES:
+        pd.testing.assert_frame_equal(getattr(exported, name), getattr(run, name))
+    assert exported.provenance == run.provenance
+    assert exported.study == run.study
+    assert exported.verdict_of("decode", "isolated") == verdict()
+    assert exported.verdict_of("decode", "other") is None
+    with pytest.raises(RunError, match="is an export, for reading"):
+        exported.add_verdict("decode", "isolated", verdict())
+
+
+def test_an_export_is_the_same_bytes_each_time_and_of_an_export(run, tmp_path):
+    first = run.export(tmp_path / "a")
+    again = run.export(tmp_path / "b")
+    of_export = open_run(tmp_path / "a").export(tmp_path / "c")
+    for one, two, three in zip(first, again, of_export, strict=True):
+        assert one.read_bytes() == two.read_bytes() == three.read_bytes()
+
+
+def test_an_earlier_export_is_replaced_whole(run, tmp_path):
+    run.export(tmp_path / "out")
+    with Run.create(tmp_path / "bare", STUDY, PROVENANCE) as bare:
+        add_case(bare)
+    bare.export(tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"cases.parquet", "provenance.json"}
+    assert open_run(tmp_path / "out").samples.empty
+
+
+def test_other_files_are_left_alone(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match=r"out holds other files \(notes.txt\)"):
+        run.export(tmp_path / "out")
+    with pytest.raises(RunError, match=r"run holds other files \(run.sqlite\)"):
+        run.export(run.path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="while exporting"):
+        run.export(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": "x"}', "\xff"])
+def test_a_record_that_is_none_is_said_so(tmp_path, text):
+    (tmp_path / "provenance.json").write_text(text, encoding="latin-1")
+    with pytest.raises(RunError, match="is not the record of an export; export the run again"):
+        open_run(tmp_path)
+
+
+def test_damaged_and_newer_exports_are_refused(run, tmp_path):
+    run.export(tmp_path / "out")
+    (tmp_path / "out" / "samples.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(RunError, match=r"samples.parquet is not a readable Parquet file"):
+        _ = open_run(tmp_path / "out").samples
+    record = tmp_path / "out" / "provenance.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "format": 99}))
+    with pytest.raises(RunError, match="table format 99, this kvlab knows 1; upgrade kvlab"):
+        open_run(tmp_path / "out")

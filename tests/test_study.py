@@ -1,0 +1,196 @@
+"""check(): one engine, simulated clocks: verdicts, rows, resumption, refusals."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvlab.errors import CapacityError, CaseError, FillError, RunError, StudyError
+from kvlab.run import open_run
+from kvlab.study import check
+
+CASES = ("decode=2*1@40", "hit=8@40")
+
+
+def fill_of(step):
+    """Which arm the contents are of: random ones have unequal bytes."""
+    return "zeros" if not step.engine.kv_caches["attn"][1:].any() else "other"
+
+
+def steady(gap=0.0, noise=0.001, seed=0):
+    rng = np.random.default_rng(seed)
+    return lambda step: 100 * (1 + gap * (fill_of(step) == "other")) * np.exp(noise * rng.standard_normal())
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise", "verdict"),
+    [(0.0, 0.002, "equivalent"), (0.10, 0.002, "different"), (-0.10, 0.002, "different"), (0.03, 0.005, "inconclusive")],
+)
+def test_the_verdict_follows_the_gap(hand_engine, simulated_clock, tmp_path, gap, noise, verdict):
+    simulated_clock(steady(gap, noise))
+    run = check(hand_engine, ["d=1@40"], rounds=20, out=tmp_path / "run")
+    (row,) = run.verdicts.to_dict("records")
+    assert row["verdict"] == verdict
+    assert row["gap"] == pytest.approx(gap, abs=0.004)
+    assert row["ci90_lo"] < row["gap"] < row["ci90_hi"]
+
+
+def test_the_same_step_against_itself_200_times(make_hand_engine, simulated_clock, tmp_path):
+    """Public case: A/A (nvbench 316): none different, the flag at its nominal rate, no position faster."""
+    from kvlab.stats import decide, position_bias
+
+    engine, drift, rng = make_hand_engine(), itertools.count(), np.random.default_rng(7)
+    # 2 % drift over the run and a burst now and then, the same for every arm.
+    simulated_clock(
+        lambda step: 100 * (1 + 1e-5 * next(drift)) * np.exp(0.004 * rng.standard_normal() + 0.2 * (rng.random() < 0.01))
+    )
+    run = check(engine, [f"c{i}=1@40" for i in range(200)], rounds=12, replays=3, out=tmp_path / "run", arms=["random"])
+    assert (run.verdicts["verdict"] != "different").all()
+    nonzero = run.verdicts["nonzero"].astype(bool).mean()
+    assert 0.05 <= nonzero <= 0.16
+    pooled = run.samples[run.samples["case"].isin([f"c{i}" for i in range(10)])]
+    pooled = pooled.assign(round=pooled["round"] + 100 * pooled["case"].str[1:].astype(int)).assign(case="all")
+    bias = position_bias(pooled)
+    assert len(bias) == 3
+    assert ((bias["lo"] <= 0) & (bias["hi"] >= 0)).all()
+    assert decide(run.samples[run.samples["case"] == "c3"], "random").gap.n == 12
+
+
+def test_rows_carry_arm_seed_position_and_identity(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    run = check(hand_engine, CASES, rounds=8, replays=2, arms=["random(std=0.5)", "constant(0.015)"], out=tmp_path / "run")
+    samples = run.samples
+    assert len(samples) == 2 * 8 * 4 * 2
+    assert set(samples["arm"]) == {"zeros", "zeros_again", "random(std=0.5)", "constant(0.015)"}
+    assert samples.groupby(["case", "round"])["position"].apply(set).map(len).eq(4).all()
+    for column in ("model", "engine", "gpu", "kvlab", "torch", "routing", "seed", "run"):
+        assert samples[column].notna().all(), column
+    assert samples[samples["arm"] == "random(std=0.5)"]["seed"].nunique() == 4
+
+
+def test_one_line_json_has_the_keys_of_the_design(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    run = check(hand_engine, CASES, rounds=8, out=tmp_path / "run")
+    verdict = run.verdict_of("decode", "isolated")
+    keys = "case model engine phase mode margin gap ci90 verdict aa median_us rounds mde finite run".split()
+    assert set(keys) <= set(verdict)
+    assert set(verdict["aa"]) == {"gap", "ci90"}
+    assert set(verdict["median_us"]) == set(verdict["finite"]) == {"zeros", "zeros_again", "random"}
+
+
+def test_an_interrupted_check_keeps_finished_rounds_and_resumes(hand_engine, simulated_clock, tmp_path):
+    calls = itertools.count()
+
+    def until_150(step):
+        if next(calls) == 150:
+            raise KeyboardInterrupt
+        return 100.0
+
+    simulated_clock(until_150)
+    with pytest.raises(KeyboardInterrupt):
+        check(hand_engine, CASES, rounds=8, out=tmp_path / "run", seed=3)
+    kept = open_run(tmp_path / "run").samples
+    whole = kept.groupby(["case", "round"]).size()
+    assert len(whole) >= 4
+    assert whole.eq(15).all()
+    simulated_clock(steady())
+    run = check(hand_engine, CASES, rounds=8, out=tmp_path / "run", seed=3)
+    assert len(run.samples) == 2 * 8 * 15
+    assert run.samples.merge(kept, on=["case", "round", "arm", "replay", "us"]).shape[0] == len(kept)
+    assert set(run.verdicts["case"]) == {"decode", "hit"}
+
+
+def test_a_finished_check_recomputes_nothing(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    check(hand_engine, CASES, rounds=8, out=tmp_path / "run").close()
+    simulated_clock(lambda step: pytest.fail("measured again"))
+    run = check(hand_engine, CASES, rounds=8, out=tmp_path / "run")
+    assert len(run.verdicts) == 2
+
+
+@pytest.mark.parametrize("change", [{"margin": 0.01}, {"seed": 4}, {"arms": ["constant"]}, {"mode": "sustained"}])
+def test_another_studys_folder_is_refused(hand_engine, simulated_clock, tmp_path, change):
+    simulated_clock(steady())
+    check(hand_engine, CASES, rounds=8, out=tmp_path / "run").close()
+    with pytest.raises(RunError, match=next(iter(change))) as error:
+        check(hand_engine, CASES, rounds=8, out=tmp_path / "run", **change)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_input_is_refused_before_anything_is_measured(hand_engine, tmp_path):
+    bad = [
+        (dict(cases=["d=5@4"]), CaseError, "K=4 is less than Q=5"),
+        (dict(cases=["d=1@5000"]), CaseError, "5000 tokens of KV, but the model takes 4096"),
+        (dict(cases=["d=40*1@400"]), CapacityError, "needs 1041 KV blocks .* only 64 exist"),
+        (dict(cases=["a=1@4", "a=1@5"]), CaseError, "two cases are named 'a'"),
+        (dict(cases=[]), CaseError, "no case given"),
+        (dict(cases=["a=1@4"], arms=["rnd"]), FillError, "unknown"),
+        (dict(cases=["a=1@4"], arms=["zeros"]), StudyError, "nothing to compare"),
+        (dict(cases=["a=1@4"], arms=["random", "random()"]), StudyError, "given twice"),
+        (dict(cases=["a=1@4"], margin=0), StudyError, "margin"),
+        (dict(cases=["a=1@4"], mode="busy"), StudyError, "isolated or sustained"),
+        (dict(cases=["a=1@4"], rounds=0), StudyError, "rounds is 0"),
+    ]
+    for kwargs, error, match in bad:
+        with pytest.raises(error, match=match) as caught:
+            check(hand_engine, out=tmp_path / "run", **kwargs)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    assert hand_engine.forwards == 0
+
+
+def test_a_nan_in_an_output_makes_the_case_invalid_before_any_time(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(lambda step: pytest.fail("timed in spite of a NaN"))
+    hand_engine.nonfinite_in = "model.layers.3.self_attn"
+    run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
+    verdict = run.verdict_of("d", "isolated")
+    assert verdict["verdict"] == "invalid"
+    assert verdict["finite"] == {"zeros": False, "zeros_again": False, "random": False}
+    assert "model.layers.3.self_attn" in " ".join(verdict["reasons"])
+    assert run.samples.empty
+
+
+def test_a_step_that_writes_outside_is_invalid(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    hand_engine.stray_block = 60
+    verdict = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run").verdict_of("d", "isolated")
+    assert verdict["verdict"] == "invalid"
+    assert verdict["outside_writes"] > 0
+
+
+def test_samples_that_were_all_throttled_are_kept_flagged_and_reported(hand_engine, simulated_clock, tmp_path, monkeypatch):
+    """Public case: every sample throttled (nvbench 231)."""
+    from kvlab.measure import telemetry
+
+    class Hot(telemetry.Telemetry):
+        source = "simulated"
+
+        def read(self):
+            return telemetry.Reading(sm_mhz=345.0, watts=700.0, throttled=True)
+
+    monkeypatch.setattr("kvlab.study.make_telemetry", lambda device: Hot())
+    simulated_clock(steady())
+    run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
+    assert len(run.samples) == 8 * 15
+    assert run.samples["flagged"].all()
+    verdict = run.verdict_of("d", "isolated")
+    assert verdict["flagged"] == 1.0
+    assert verdict["verdict"] == "equivalent"
+    assert "100% of the samples were throttled" in " ".join(verdict["reasons"])
+
+
+def test_slow_clocks_are_flagged_by_the_highest_seen(hand_engine, simulated_clock, tmp_path, monkeypatch):
+    from kvlab.measure import telemetry
+
+    clocks = itertools.cycle([1980.0, 1980.0, 1980.0, 1400.0])
+
+    class Uneven(telemetry.Telemetry):
+        source = "simulated"
+
+        def read(self):
+            return telemetry.Reading(sm_mhz=next(clocks), throttled=False)
+
+    monkeypatch.setattr("kvlab.study.make_telemetry", lambda device: Uneven())
+    simulated_clock(steady())
+    run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
+    assert run.verdict_of("d", "isolated")["flagged"] == pytest.approx(0.25)

@@ -1,0 +1,84 @@
+"""The byte oracle: it finds any byte outside, names its owner, and says how tight the views are."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlab.cases import Case, Request, parse_case
+from kvlab.verify import reads_unwritten, verify, verify_step
+
+requests = st.tuples(st.integers(1, 30), st.integers(0, 90), st.booleans()).map(
+    lambda r: Request(r[0], r[0] + r[1], chunked=r[2] and r[0] > 1 and r[1] > 0)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=4))
+def test_an_honest_step_passes_and_every_written_byte_is_counted(make_hand_engine, reqs):
+    engine = make_hand_engine()
+    (result,) = verify(engine, [Case("c", tuple(reqs))])
+    assert result.ok
+    assert result.bytes_outside == 0
+    assert result.outside is None
+    slots = sum(r.query_len for r in reqs)
+    # 2 heads of 4 bf16 values a slot, 32 fp32 a state; a byte may keep its value by chance in both draws.
+    assert 0.5 * slots * 16 < result.bytes_written <= slots * 16 + len(reqs) * 128
+    assert 0 < result.tightness <= 1
+    assert result.reads_unwritten is False
+
+
+def test_a_stray_write_is_found_and_its_owner_named(hand_engine):
+    step = hand_engine.prepare(parse_case("d=1@200"))
+    hand_engine.stray_block = step.batch.block_ids["bench-0"][0][1]
+    result = verify_step(step)
+    assert not result.ok
+    assert result.bytes_outside > 0
+    assert f"layer 'attn', block {hand_engine.stray_block} of request bench-0" in result.outside
+
+
+def test_a_write_to_a_block_of_nobody_is_found(hand_engine):
+    hand_engine.stray_block = 60
+    (result,) = verify(hand_engine, ["d=1@200"])
+    assert not result.ok
+    assert "in no block of the case" in result.outside
+
+
+@pytest.mark.parametrize("name", ["attn", "state"])
+def test_views_that_lack_one_written_block_fail(hand_engine, name):
+    step = hand_engine.prepare(parse_case("d=1@200"))
+    shrunk = []
+    for view in step.touched:
+        if (view.dim() == 4) == (name == "attn"):
+            view = view.narrow(0, 0, view.shape[0] - 1)
+        shrunk.append(view)
+    step.touched = shrunk
+    result = verify_step(step)
+    assert not result.ok
+    assert f"layer {name!r}" in result.outside
+
+
+def test_a_step_that_reads_whole_pages_is_told(hand_engine):
+    """Public case: the tail of the last page, past the written tokens, poisoned (vllm PR 43990)."""
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    assert reads_unwritten(step) is False
+    honest = step.forward
+
+    def whole_pages():
+        out = honest()
+        last = step.batch.block_ids["bench-0"][0][-1]
+        return out + hand_engine.kv_caches["attn"][last].float().sum()
+
+    step.forward = whole_pages
+    assert reads_unwritten(step) is True
+
+
+def test_the_probe_puts_back_what_it_poisoned(hand_engine):
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    step.fill("random", 5)
+    before = hand_engine.kv_caches["attn"].clone()
+    hand_engine.kv_caches["attn"][50] = 7
+    before[50] = 7
+    reads_unwritten(step, seed=5)
+    step.restore()
+    assert torch.equal(hand_engine.kv_caches["attn"], before)
