@@ -20,8 +20,12 @@ import numpy as np
 
 from kvlab.errors import CaseError
 
-_REQUEST = re.compile(r"(?:([0-9]+)\*)?([0-9]+)(?:@([0-9]+))?(c)?(?::([0-9]+))?")
+# Up to 18 digits fit an int64, in which token counts are kept.
+_N = "([0-9]{1,18})"
+_REQUEST = re.compile(rf"(?:{_N}\*)?{_N}(?:@{_N})?(c)?(?::{_N})?")
 _GRAMMAR = "[N*]Q[@K][c][:D]"
+# Far above what any engine batches; a slip of the keyboard must not fill the memory with requests.
+_MAX_COUNT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Case:
     """A named batch: `Case("decode", (Request(1, 8192),) * 32)`.
 
     Raises:
-        CaseError: for an empty name or no requests.
+        CaseError: for an empty name, one with `=` (the grammar could not carry it), or no requests.
     """
 
     name: str
@@ -105,6 +109,8 @@ class Case:
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise CaseError(f"case {str(self)!r} has no name; write NAME={_GRAMMAR}")
+        if "=" in self.name:
+            raise CaseError(f"case {self.name!r}: a name holds no '='; write NAME={_GRAMMAR}")
         if not self.requests:
             raise CaseError(f"case {self.name!r} has no requests; write {self.name}={_GRAMMAR},...")
 
@@ -149,8 +155,8 @@ def parse_case(text: str) -> Case:
             request = Request(int(query), int(kv or query), int(drafts or 0), chunked=bool(chunked))
         except CaseError as error:
             raise CaseError(f"case {text!r}: {error}") from None
-        if count is not None and int(count) < 1:
-            raise CaseError(f"case {text!r}: {item!r} asks for {count} requests; N is 1 or more")
+        if count is not None and not 1 <= int(count) <= _MAX_COUNT:
+            raise CaseError(f"case {text!r}: {item!r} asks for {count} requests; N is 1 to {_MAX_COUNT}")
         requests.extend([request] * int(count or 1))
     return Case(name, tuple(requests))
 
@@ -225,7 +231,7 @@ def _case_from_mapping(entry: Any, where: str) -> Case:
         values = dict(item)
         count = values.pop("count", 1)
         known = {f.name for f in fields(Request)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - known, key=repr):
             raise CaseError(f"{at}: unknown key {unknown[0]!r}; a request has {', '.join(sorted(known))}, count")
         if missing := sorted({"query_len", "kv_len"} - set(values)):
             raise CaseError(f"{at}: {missing[0]!r} is missing")
@@ -233,13 +239,16 @@ def _case_from_mapping(entry: Any, where: str) -> Case:
             wanted = bool if key == "chunked" else int
             if type(value) is not wanted:
                 raise CaseError(f"{at}: {key} is {value!r}; give {'true or false' if wanted is bool else 'an integer'}")
-        if count < 1:
-            raise CaseError(f"{at}: count is {count}; give 1 or more")
+        if not 1 <= count <= _MAX_COUNT:
+            raise CaseError(f"{at}: count is {count}; give 1 to {_MAX_COUNT}")
         try:
             requests.extend([Request(**values)] * count)
         except CaseError as error:
             raise CaseError(f"{at}: {error}") from None
+    name = entry.get("name", "")
+    if not isinstance(name, str):
+        raise CaseError(f"{where}: name is {name!r}; give a text, in quotes")
     try:
-        return Case(str(entry.get("name", "")), tuple(requests))
+        return Case(name, tuple(requests))
     except CaseError as error:
         raise CaseError(f"{where}: {error}") from None

@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvlab", description="Does it matter what is in the KV cache? Time it, and decide.")
-    parser.set_defaults(run=lambda _: parser.print_help() or BAD_INPUT)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser, required=True)
 
     check = commands.add_parser("check", help="time each case under zero, random and other KV, and decide")
     _add_model(check)
@@ -268,7 +267,8 @@ def _models(args: argparse.Namespace) -> int:
     from kvlab.engines.reference.presets import PRESETS
 
     for name, config in PRESETS.items():
-        print(f"{name:14s} reference  {config.num_layers} layers: {', '.join(config.kinds)}; block size {config.block_size}")
+        kinds = ", ".join(config.kinds)
+        print(f"{name:14s} reference  {config.num_layers} layers: {kinds}; block size {config.block_size}")
     return OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from kvlab.cases import Case
 from kvlab.engines.base import Engine
 from kvlab.measure.telemetry import CLOCK_FLOOR
 from kvlab.plan import Plan
-from kvlab.stats import decide
+from kvlab.stats import Estimate, decide
 
 
 def verdict_head(engine: Engine, case: Case, plan: Plan, run: Path) -> dict[str, Any]:
@@ -68,12 +69,12 @@ def case_verdict(
         reasons.append(f"{flagged:.0%} of the samples were throttled or below {CLOCK_FLOOR:.0%} of the highest clock")
     return {
         "gap": decision.gap.gap,
-        "ci90": list(decision.gap.ci90),
+        "ci90": _interval(decision.gap),
         "verdict": decision.verdict,
-        "aa": {"gap": decision.aa.gap, "ci90": list(decision.aa.ci90)},
+        "aa": {"gap": decision.aa.gap, "ci90": _interval(decision.aa)},
         "median_us": {arm.name: float(medians[arm.name]) for arm in plan.arms},
         "rounds": decision.gap.n,
-        "mde": decision.mde,
+        "mde": decision.mde if math.isfinite(decision.mde) else None,
         "finite": {arm.name: finite[arm.name] for arm in plan.arms},
         "arm": plan.claim.name,
         "reasons": reasons,
@@ -81,11 +82,16 @@ def case_verdict(
         "rounds_needed": decision.rounds_needed,
         "also": {f"{margin:g}": verdict for margin, verdict in decision.also.items()},
         "arms": {
-            name: {"gap": d.gap.gap, "ci90": list(d.gap.ci90), "verdict": d.verdict} for name, d in decisions.items()
+            name: {"gap": d.gap.gap, "ci90": _interval(d.gap), "verdict": d.verdict} for name, d in decisions.items()
         },
         "flagged": flagged,
         "outside_writes": outside_writes,
     }
+
+
+def _interval(estimate: Estimate) -> list[float] | None:
+    """None for the unbounded interval of too few rounds, which JSON has no word for."""
+    return list(estimate.ci90) if all(map(math.isfinite, estimate.ci90)) else None
 
 
 def _flagged(samples: pd.DataFrame) -> pd.Series:

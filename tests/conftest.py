@@ -10,6 +10,12 @@ import torch
 from kvlab.engines.base import Engine, Step
 from kvlab.measure.timer import Timer
 
+# What `--json` promises for each case.
+VERDICT_KEYS = {
+    *("case", "model", "engine", "phase", "mode", "margin", "gap", "ci90", "verdict", "aa"),
+    *("median_us", "rounds", "mde", "finite", "run"),
+}
+
 
 class FullAttentionSpec:
     """Stand-in: kvlab reads the class name."""
@@ -102,6 +108,11 @@ class SimulatedClock(Timer):
 @pytest.fixture(scope="session")
 def make_hand_engine():
     return HandEngine
+
+
+@pytest.fixture(scope="session")
+def verdict_keys():
+    return VERDICT_KEYS
 
 
 @pytest.fixture

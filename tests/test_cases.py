@@ -308,6 +308,11 @@ def test_jitter_depends_on_the_seed_and_the_name_alone():
     assert [r.prefix_len for r in first.requests] == [max(1, round(8191 * rng.uniform(0.5, 1.5))) for _ in requests]
 
 
+def test_a_short_prefix_stays_a_token_long():
+    case = Case("short", (Request(1, 2),) * 50 + (Request(3, 4),) * 50)
+    assert {r.prefix_len for r in jitter_kv_lens(case, 0.99, LONG, 0).requests} == {1, 2}
+
+
 @pytest.mark.parametrize("jitter", [-0.1, 1, 2, float("nan"), float("inf")])
 def test_jitter_out_of_range_is_refused(jitter):
     with pytest.raises(CaseError, match="jitter"):

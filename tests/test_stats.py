@@ -57,7 +57,7 @@ STUDIES = st.builds(
     seed=st.integers(0, 10**6),
     aa=st.sampled_from([0.0, 0.0, 0.02]),
 )
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 
 def numbers(decision) -> list[float]:
@@ -99,10 +99,10 @@ def test_the_order_of_rows_and_replays_changes_nothing(samples, seed):
 @few
 @given(STUDIES)
 def test_equivalent_at_a_margin_is_equivalent_at_every_wider_one(samples):
-    verdicts = [decide(samples, margin=m).verdict for m in (0.01, 0.02, 0.03, 0.05, 0.1)]
+    verdicts = [decide(samples, margin=m).verdict for m in (0.01, 0.03, 0.05)]
     assert verdicts == sorted(verdicts, key=lambda v: v == "equivalent")
     decision = decide(samples)
-    assert decision.also == {0.01: verdicts[0], 0.05: verdicts[3]}
+    assert decision.also == {0.01: verdicts[0], 0.05: verdicts[2]}
 
 
 @few
@@ -134,27 +134,26 @@ def test_a_small_gap_is_equivalent_and_non_zero():
 def test_a_gap_beyond_the_margin_is_different(gap):
     decision = decide(study(gap=gap))
     assert decision.verdict == "different"
-    assert (
-        decision.also
-        == {0.01: decide(study(gap=gap), margin=0.01).verdict, 0.05: "inconclusive" if gap > 0 else "different"}
-        or True
-    )
+    assert decision.rounds_needed is None
+    assert p_different(round_ratios(study(gap=gap), "random"), 0.03) < 0.05
     assert f"{decision.gap.gap:+.2%}" in decision.reasons[0]
 
 
 def test_a_gap_on_the_margin_is_inconclusive_and_says_how_many_rounds_would_do():
-    decision = decide(study(gap=0.027, sd=0.01, rounds=30))
-    assert decision.verdict == "inconclusive"
-    assert decision.rounds_needed > 30
-    assert str(decision.rounds_needed) in decision.reasons[0]
+    decisions = [decide(study(gap=0.03, sd=0.005, seed=s)) for s in range(10)]
+    open_ones = [d for d in decisions if d.verdict == "inconclusive"]
+    assert len(open_ones) >= 7
+    for d in open_ones:
+        assert d.rounds_needed > 20
+        assert str(d.rounds_needed) in d.reasons[0] or "no number of rounds" in d.reasons[0]
 
 
 def test_the_rounds_asked_for_do_decide():
     pilot = decide(study(sd=0.02, rounds=8, seed=3))
     assert pilot.verdict == "invalid"
     assert "too wide" in pilot.reasons[0]
-    decided = [decide(study(sd=0.02, rounds=pilot.rounds_needed, seed=s)).verdict for s in range(20)]
-    assert decided.count("equivalent") >= 14
+    decided = [decide(study(sd=0.02, rounds=pilot.rounds_needed, seed=s)).verdict for s in range(8)]
+    assert decided.count("equivalent") >= 6
 
 
 def test_a_second_zeros_arm_that_moved_is_told_from_a_noisy_one():
@@ -298,7 +297,7 @@ def test_p_is_small_where_the_interval_leaves_the_margin(samples):
     assert 0 <= p <= 1
     if p <= 0.049:
         assert estimate(ratios).outside(0.03)
-    assert p_different(ratios, 0.01) >= p_different(ratios, 0.03) - 1e-12 or p_different(ratios, 0.01) <= p
+    assert p_different(ratios, 0.01) <= p + 1e-12  # a narrower margin is easier to leave
 
 
 def test_p_orders_cases_by_evidence_and_is_uniform_at_no_gap():
@@ -323,7 +322,7 @@ def test_all_within_needs_every_case():
 
 
 def test_no_position_is_faster_than_another_in_a_fair_round():
-    free = [position_bias(study(gap=0.2, seed=s)) for s in range(40)]
+    free = [position_bias(study(gap=0.2, seed=s)) for s in range(25)]
     held = [bool(((t["lo"] <= 0) & (t["hi"] >= 0)).all()) for t in free]
     assert np.mean(held) >= 0.85
     assert list(free[0]["position"]) == [0, 1, 2]
@@ -331,18 +330,18 @@ def test_no_position_is_faster_than_another_in_a_fair_round():
 
 
 def test_a_slow_first_position_is_found_behind_a_large_gap():
-    samples = study(gap=0.2)
+    samples = study(gap=0.2, sd=0.002)
     samples.loc[samples["position"] == 0, "us"] *= 1.03
     table = position_bias(samples).set_index("position")
     assert table.loc[0, "lo"] > 0
     assert (table.loc[[1, 2], "hi"] < 0).all()
-    assert table.loc[0, "bias"] == pytest.approx(0.02, abs=0.006)
+    assert table.loc[0, "bias"] == pytest.approx(0.02, abs=0.003)
 
 
 def test_positions_that_cannot_be_told_from_arms_are_refused():
     samples = study()
     fixed = samples.assign(position=samples["arm"].map({arm: k for k, arm in enumerate(ARMS)}))
-    with pytest.raises(StudyError, match="same position"):
+    with pytest.raises(StudyError, match="cannot tell 3 arms from 3 positions"):
         position_bias(fixed)
     with pytest.raises(StudyError, match="lack column 'position'"):
         position_bias(samples.drop(columns="position"))
@@ -353,22 +352,27 @@ def test_positions_that_cannot_be_told_from_arms_are_refused():
 # The truth known
 
 
-def test_a_step_against_itself_is_never_called_different():
-    checks = simulation.simulate(simulation.CLOCKS["all of these"], rounds=20, checks=200, seed=1)
+@pytest.fixture(scope="module")
+def checks() -> list[pd.DataFrame]:
+    """200 studies of a step against itself under drift, AR(1), bursts and heavy tails."""
+    return simulation.simulate(simulation.CLOCKS["all of these"], rounds=20, checks=200, seed=1)
+
+
+def test_a_step_against_itself_is_never_called_different(checks):
     decisions = [decide(samples) for samples in checks]
     assert not [d for d in decisions if d.verdict == "different"]
     assert 0.06 <= np.mean([d.nonzero for d in decisions]) <= 0.14
     assert np.mean([d.verdict == "equivalent" for d in decisions]) >= 0.9
-    biased = [((t["lo"] > 0) | (t["hi"] < 0)).any() for t in map(position_bias, checks[:50])]
+
+
+def test_no_position_is_faster_than_another_on_a_disturbed_clock(checks):
+    biased = [((t["lo"] > 0) | (t["hi"] < 0)).any() for t in map(position_bias, checks[:40])]
     assert np.mean(biased) <= 0.2
 
 
-def test_a_gap_of_two_margins_is_called_different():
-    decisions = []
-    for samples in simulation.simulate(simulation.CLOCKS["all of these"], rounds=20, checks=100, seed=2):
-        samples.loc[samples["arm"] == "random", "us"] *= 1.0609
-        decisions.append(decide(samples))
-    assert np.mean([d.verdict == "different" for d in decisions]) >= 0.9
+def test_a_gap_of_two_margins_is_called_different(checks):
+    planted = [s.assign(us=s["us"] * np.where(s["arm"] == "random", 1.03**2, 1.0)) for s in checks[:60]]
+    assert np.mean([decide(samples).verdict == "different" for samples in planted]) >= 0.9
 
 
 @pytest.mark.slow
@@ -380,6 +384,6 @@ def test_no_clock_makes_a_step_differ_from_itself(clock):
 
 
 def test_the_minimum_detectable_effect_is_detected_four_times_in_five():
-    mde = float(np.median([decide(study(seed=s)).mde for s in range(40)]))
-    found = [decide(study(gap=mde, seed=100 + s)).nonzero for s in range(100)]
-    assert 0.7 <= np.mean(found) <= 0.95
+    decisions = [decide(study(rounds=12, seed=s)) for s in range(150)]
+    # A gap moves the interval by its logarithm, so the same noise shows what the effect would have given.
+    assert 0.7 <= np.mean([d.gap.log_ci90[0] + math.log1p(d.mde) > 0 for d in decisions]) <= 0.9

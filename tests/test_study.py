@@ -1,6 +1,7 @@
 """check(): one engine, simulated clocks: verdicts, rows, resumption, refusals."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -24,7 +25,12 @@ def steady(gap=0.0, noise=0.001, seed=0):
 
 @pytest.mark.parametrize(
     ("gap", "noise", "verdict"),
-    [(0.0, 0.002, "equivalent"), (0.10, 0.002, "different"), (-0.10, 0.002, "different"), (0.03, 0.005, "inconclusive")],
+    [
+        (0.0, 0.002, "equivalent"),
+        (0.10, 0.002, "different"),
+        (-0.10, 0.002, "different"),
+        (0.03, 0.005, "inconclusive"),
+    ],
 )
 def test_the_verdict_follows_the_gap(hand_engine, simulated_clock, tmp_path, gap, noise, verdict):
     simulated_clock(steady(gap, noise))
@@ -42,7 +48,9 @@ def test_the_same_step_against_itself_200_times(make_hand_engine, simulated_cloc
     engine, drift, rng = make_hand_engine(), itertools.count(), np.random.default_rng(7)
     # 2 % drift over the run and a burst now and then, the same for every arm.
     simulated_clock(
-        lambda step: 100 * (1 + 1e-5 * next(drift)) * np.exp(0.004 * rng.standard_normal() + 0.2 * (rng.random() < 0.01))
+        lambda step: (
+            100 * (1 + 1e-5 * next(drift)) * np.exp(0.004 * rng.standard_normal() + 0.2 * (rng.random() < 0.01))
+        )
     )
     run = check(engine, [f"c{i}=1@40" for i in range(200)], rounds=12, replays=3, out=tmp_path / "run", arms=["random"])
     assert (run.verdicts["verdict"] != "different").all()
@@ -58,7 +66,9 @@ def test_the_same_step_against_itself_200_times(make_hand_engine, simulated_cloc
 
 def test_rows_carry_arm_seed_position_and_identity(hand_engine, simulated_clock, tmp_path):
     simulated_clock(steady())
-    run = check(hand_engine, CASES, rounds=8, replays=2, arms=["random(std=0.5)", "constant(0.015)"], out=tmp_path / "run")
+    run = check(
+        hand_engine, CASES, rounds=8, replays=2, arms=["random(std=0.5)", "constant(0.015)"], out=tmp_path / "run"
+    )
     samples = run.samples
     assert len(samples) == 2 * 8 * 4 * 2
     assert set(samples["arm"]) == {"zeros", "zeros_again", "random(std=0.5)", "constant(0.015)"}
@@ -68,12 +78,11 @@ def test_rows_carry_arm_seed_position_and_identity(hand_engine, simulated_clock,
     assert samples[samples["arm"] == "random(std=0.5)"]["seed"].nunique() == 4
 
 
-def test_one_line_json_has_the_keys_of_the_design(hand_engine, simulated_clock, tmp_path):
+def test_one_line_json_has_the_keys_of_the_design(hand_engine, simulated_clock, tmp_path, verdict_keys):
     simulated_clock(steady())
     run = check(hand_engine, CASES, rounds=8, out=tmp_path / "run")
     verdict = run.verdict_of("decode", "isolated")
-    keys = "case model engine phase mode margin gap ci90 verdict aa median_us rounds mde finite run".split()
-    assert set(keys) <= set(verdict)
+    assert verdict_keys <= set(verdict)
     assert set(verdict["aa"]) == {"gap", "ci90"}
     assert set(verdict["median_us"]) == set(verdict["finite"]) == {"zeros", "zeros_again", "random"}
 
@@ -119,17 +128,17 @@ def test_another_studys_folder_is_refused(hand_engine, simulated_clock, tmp_path
 
 def test_bad_input_is_refused_before_anything_is_measured(hand_engine, tmp_path):
     bad = [
-        (dict(cases=["d=5@4"]), CaseError, "K=4 is less than Q=5"),
-        (dict(cases=["d=1@5000"]), CaseError, "5000 tokens of KV, but the model takes 4096"),
-        (dict(cases=["d=40*1@400"]), CapacityError, "needs 1041 KV blocks .* only 64 exist"),
-        (dict(cases=["a=1@4", "a=1@5"]), CaseError, "two cases are named 'a'"),
-        (dict(cases=[]), CaseError, "no case given"),
-        (dict(cases=["a=1@4"], arms=["rnd"]), FillError, "unknown"),
-        (dict(cases=["a=1@4"], arms=["zeros"]), StudyError, "nothing to compare"),
-        (dict(cases=["a=1@4"], arms=["random", "random()"]), StudyError, "given twice"),
-        (dict(cases=["a=1@4"], margin=0), StudyError, "margin"),
-        (dict(cases=["a=1@4"], mode="busy"), StudyError, "isolated or sustained"),
-        (dict(cases=["a=1@4"], rounds=0), StudyError, "rounds is 0"),
+        ({"cases": ["d=5@4"]}, CaseError, "K=4 is less than Q=5"),
+        ({"cases": ["d=1@5000"]}, CaseError, "5000 tokens of KV, but the model takes 4096"),
+        ({"cases": ["d=40*1@400"]}, CapacityError, "needs 1041 KV blocks .* only 64 exist"),
+        ({"cases": ["a=1@4", "a=1@5"]}, CaseError, "two cases are named 'a'"),
+        ({"cases": []}, CaseError, "no case given"),
+        ({"cases": ["a=1@4"], "arms": ["rnd"]}, FillError, "unknown"),
+        ({"cases": ["a=1@4"], "arms": ["zeros"]}, StudyError, "nothing to compare"),
+        ({"cases": ["a=1@4"], "arms": ["random", "random()"]}, StudyError, "given twice"),
+        ({"cases": ["a=1@4"], "margin": 0}, StudyError, "margin"),
+        ({"cases": ["a=1@4"], "mode": "busy"}, StudyError, "isolated or sustained"),
+        ({"cases": ["a=1@4"], "rounds": 0}, StudyError, "rounds is 0"),
     ]
     for kwargs, error, match in bad:
         with pytest.raises(error, match=match) as caught:
@@ -158,7 +167,9 @@ def test_a_step_that_writes_outside_is_invalid(hand_engine, simulated_clock, tmp
     assert verdict["outside_writes"] > 0
 
 
-def test_samples_that_were_all_throttled_are_kept_flagged_and_reported(hand_engine, simulated_clock, tmp_path, monkeypatch):
+def test_samples_that_were_all_throttled_are_kept_flagged_and_reported(
+    hand_engine, simulated_clock, tmp_path, monkeypatch
+):
     """Public case: every sample throttled (nvbench 231)."""
     from kvlab.measure import telemetry
 
@@ -194,3 +205,13 @@ def test_slow_clocks_are_flagged_by_the_highest_seen(hand_engine, simulated_cloc
     simulated_clock(steady())
     run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
     assert run.verdict_of("d", "isolated")["flagged"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_too_few_rounds_are_inconclusive_and_plain_json(hand_engine, simulated_clock, tmp_path, rounds):
+    simulated_clock(steady())
+    run = check(hand_engine, ["d=1@40"], rounds=rounds, out=tmp_path / "run")
+    verdict = run.verdict_of("d", "isolated")
+    assert verdict["verdict"] == "inconclusive"
+    assert verdict["rounds"] == rounds
+    assert json.loads(json.dumps(verdict, allow_nan=False)) == verdict

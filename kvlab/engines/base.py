@@ -149,9 +149,9 @@ class Step(ABC):
         """Run the step eagerly from the saved contents; the first layer with a NaN or an infinity, or None."""
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """What must surround a CUDA graph capture of `forward`; nothing by default."""
-        yield
+    def capturing(self) -> Iterator[torch.cuda.Stream | None]:
+        """What must surround a CUDA graph capture of `forward`, and the stream to capture on; any by default."""
+        yield None
 
     def close(self) -> None:  # noqa: B027
         """Drop the batch; the engine can then prepare another."""

@@ -26,8 +26,8 @@ def to_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(field: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # A copy, as a packed field need not start at a multiple of its element size.
-    return field.contiguous().view(dtype)
+    # A copy even of a contiguous field, as a packed one need not start at a multiple of its element size.
+    return field.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def split_planes(view: torch.Tensor, first: int, second: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +56,8 @@ def as_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def cast_saturating(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast with clamping to the largest finite value; NaN becomes 0."""
-    limit = torch.finfo(dtype).max
+    """Cast with clamping to the largest finite value, float32's at most; NaN becomes 0."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     values = values if dtype == torch.float64 else values.float()
     return torch.nan_to_num(values, nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit).to(dtype)
 

@@ -72,7 +72,7 @@ def storage_extents(views: Iterable[torch.Tensor]) -> dict[int, StorageExtent]:
         untyped = view.untyped_storage()
         address = untyped.data_ptr()
         if address not in storages:
-            storages[address] = torch.empty(0, dtype=torch.uint8, device=view.device).set_(untyped)  # type: ignore[call-overload]
+            storages[address] = torch.empty(0, dtype=torch.uint8, device=view.device).set_(untyped)
         runs.setdefault(address, []).append(view_intervals(view))
     return {
         address: StorageExtent(storage, merge_intervals(np.concatenate(runs[address])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from abc import ABC, abstractmethod
@@ -12,10 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvlab.errors import FillError
+from kvlab.errors import FillError, FormatError, GeometryError
 from kvlab.kv.batch import Batch
 from kvlab.kv.detect import format_of
 from kvlab.kv.formats import Format, RawFormat
+from kvlab.kv.overlaps import check_overlaps
 from kvlab.kv.specs import is_recurrent
 from kvlab.kv.views import BlockDims, BlockRanges, LayerTensor, layer_tensors, owned_block_ranges
 
@@ -32,7 +32,7 @@ class Fill(ABC):
     kind: ClassVar[str]
 
     def __str__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name):g}" for f in fields(self) if getattr(self, f.name) != f.default]
+        given = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{self.kind}({', '.join(given)})" if given else self.kind
 
     @abstractmethod
@@ -65,8 +65,8 @@ class Random(Fill):
 
     Attributes:
         std: standard deviation; a tenth of it in recurrent states.
-        zero_fraction: share of each request's tokens whose bytes are all zero, the same tokens in all layers of a
-            group; in recurrent states, share of the elements.
+        zero_fraction: share of the tokens in each request's blocks whose bytes are all zero, the same tokens in all
+            layers of a group (that hold as many a block); in recurrent states, share of the elements.
     """
 
     kind = "random"
@@ -102,7 +102,7 @@ class Constant(Fill):
             raise FillError(f"fill {self.kind!r}: value is {self.value}; give a finite number")
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.value:g})"
+        return f"{self.kind}({_text(self.value)})"
 
     def values(
         self, shape: Sequence[int], spec: Any, generator: torch.Generator | None, device: torch.device
@@ -136,10 +136,15 @@ def parse_fill(text: str | Fill) -> Fill:
             takes = ", ".join(known) or "nothing"
             raise FillError(f"fill {text!r}: cannot place {item!r}; {match[1]} takes {takes}")
         try:
-            given[name] = float(ast.literal_eval(number.strip()))
-        except (ValueError, SyntaxError, TypeError):
+            given[name] = float(number)
+        except ValueError:
             raise FillError(f"fill {text!r}: {number.strip()!r} is not a number") from None
     return fill(**given)
+
+
+def _text(number: float) -> str:
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
 
 
 def fill_kv_blocks(
@@ -166,27 +171,27 @@ def fill_kv_blocks(
     """
     fill = parse_fill(fill)
     layers = distinct_layers(layer_tensors(kv_caches, attn_groups, num_blocks, block_dims))
-    formats = formats or {}
-    writes = [
-        (
-            layer,
-            None
-            if isinstance(fill, Zeros)
-            else formats.get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer),
-        )
-        for layer in layers
-    ]
+    owned = {layer.group_id: owned_block_ranges(layer.group_id, batch) for layer in layers}
+    writes = []
+    for layer in layers:
+        layer.check_ranges(owned[layer.group_id])
+        fmt = None
+        if not isinstance(fill, Zeros):
+            fmt = (formats or {}).get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer)
+            _check_layer(layer, fmt, fill)
+        writes.append((layer, fmt))
+    check_overlaps(layers, batch)
     if generator is None and layers:
         generator = torch.Generator(device=layers[0].tensor.device).manual_seed(0)
-    ranges = {layer.group_id: _merged(owned_block_ranges(layer.group_id, batch)) for layer in layers}
-    masks = _ZeroTokens(fill.zero_share, generator)
+    merged = {group_id: _merged(ranges) for group_id, ranges in owned.items()}
+    zero_tokens = _ZeroTokens(fill.zero_share, owned, num_blocks, generator)
     with torch.inference_mode():
         for layer, fmt in writes:
-            for begin, end in ranges[layer.group_id]:
+            for begin, end in merged[layer.group_id]:
                 if fmt is None:
                     layer.blocks(begin, end).zero_()
                 else:
-                    _write(layer, fmt, fill, begin, end, generator, masks)
+                    _write(layer, fmt, fill, begin, end, generator, zero_tokens)
 
 
 def zero_kv_blocks(
@@ -221,6 +226,20 @@ def _merged(ranges: BlockRanges) -> list[tuple[int, int]]:
     return merged
 
 
+def _check_layer(layer: LayerTensor, fmt: Format, fill: Fill) -> None:
+    """Raise what encoding into the layer would raise, by its null block, which is of the same geometry."""
+    view = layer.token_major(0, 1)
+    try:
+        fmt.check(view)
+    except FormatError as error:
+        raise FormatError(f"layer {layer.layer!r}, shape {tuple(layer.tensor.shape)}: {error}") from None
+    if fill.zero_share and not is_recurrent(layer.spec) and view.dim() < 3:
+        raise GeometryError(
+            f"layer {layer.layer!r}: shape {tuple(layer.tensor.shape)} has no axis of tokens, but {fill} zeroes some of"
+            " them; drop zero_fraction or pass the cache as [blocks, tokens, values]"
+        )
+
+
 def _write(
     layer: LayerTensor,
     fmt: Format,
@@ -228,21 +247,22 @@ def _write(
     begin: int,
     end: int,
     generator: torch.Generator | None,
-    masks: _ZeroTokens,
+    zero_tokens: _ZeroTokens,
 ) -> None:
     for lo, hi in _chunks(layer, begin, end):
         view = layer.token_major(lo, hi)
-        width = fmt.width_of(view.shape[-1])
-        values = fill.values((*view.shape[:-1], width), layer.spec, generator, view.device)
+        values = fill.values((*view.shape[:-1], fmt.width_of(view.shape[-1])), layer.spec, generator, view.device)
         if values is None:
             view.zero_()
             continue
         if fill.zero_share and is_recurrent(layer.spec):
-            keep = torch.rand(values.shape, generator=generator, device=view.device) >= fill.zero_share
-            values.mul_(keep)
+            # Masked, not multiplied: a negative value times zero is a negative zero, whose bytes are not.
+            values.masked_fill_(torch.rand(values.shape, generator=generator, device=view.device) < fill.zero_share, 0)
         fmt.encode(values, view)
         if fill.zero_share and not is_recurrent(layer.spec):
-            masks.apply(layer, fmt, view, lo, hi)
+            mask = zero_tokens.mask(layer, view, lo, hi)
+            for part in (view,) if isinstance(fmt, RawFormat) else fmt.fields(view).values():
+                part.masked_fill_(mask, 0)
 
 
 def _chunks(layer: LayerTensor, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -253,22 +273,29 @@ def _chunks(layer: LayerTensor, begin: int, end: int) -> Iterator[tuple[int, int
 
 
 class _ZeroTokens:
-    """Which tokens of a chunk of blocks are zero: drawn once, so that all layers of a group agree."""
+    """Which tokens are zero: drawn once a request and group, so that all layers of the group agree."""
 
-    def __init__(self, share: float, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, share: float, owned: Mapping[int, BlockRanges], num_blocks: int, generator: torch.Generator | None
+    ) -> None:
         self.share = share
+        self.owned = owned
+        self.num_blocks = num_blocks
         self.generator = generator
-        self.drawn: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self.drawn: dict[tuple[int, int], torch.Tensor] = {}
 
-    def apply(self, layer: LayerTensor, fmt: Format, view: torch.Tensor, begin: int, end: int) -> None:
-        tokens = view.shape[0] * view.shape[-2]
-        key = (layer.group_id, begin, end, tokens)
+    def mask(self, layer: LayerTensor, view: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """bool, of the shape of a token-major view of blocks [begin, end) up to broadcasting."""
+        tokens = layer.factor * view.shape[-2]
+        key = (layer.group_id, tokens)
         if key not in self.drawn:
-            order = torch.randperm(tokens, generator=self.generator, device=view.device)
-            self.drawn[key] = order < round(self.share * tokens)
-        mask = self.drawn[key].view(view.shape[0], *(1,) * (view.dim() - 3), view.shape[-2], 1)
-        if isinstance(fmt, RawFormat):
-            view.masked_fill_(mask, 0)
-            return
-        for field in fmt.fields(view).values():
-            field.masked_fill_(mask, 0)
+            self.drawn[key] = self._draw(layer.group_id, tokens, view.device)
+        return self.drawn[key][begin:end].view(view.shape[0], *(1,) * (view.dim() - 3), view.shape[-2], 1)
+
+    def _draw(self, group_id: int, tokens: int, device: torch.device) -> torch.Tensor:
+        mask = torch.zeros(self.num_blocks, tokens, dtype=torch.bool, device=device)
+        for begin, end in self.owned[group_id].tolist():
+            count = (end - begin) * tokens
+            order = torch.randperm(count, generator=self.generator, device=device)
+            mask[begin:end] = (order < round(self.share * count)).view(-1, tokens)
+        return mask

@@ -11,6 +11,7 @@ one token (and head) last: [blocks, ..., N, C]. Layouts: vLLM 0.33, `csrc/cache_
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -61,6 +62,15 @@ class Format(ABC):
     def decode_fields(self, fields: Fields) -> torch.Tensor:
         """Values of field bytes: float32 [..., width]; inverse of `encode_fields` up to rounding."""
 
+    def check(self, view: torch.Tensor) -> None:
+        """Refuse a view that cannot hold the format.
+
+        Raises:
+            FormatError: naming the format and the view's shape.
+        """
+        self.width_of(view.shape[-1])
+        self.fields(view)
+
     def encode(self, values: torch.Tensor, view: torch.Tensor) -> None:
         """Write float values [blocks, ..., N, width] into a cache view; what is out of range is clamped."""
         encoded = self.encode_fields(values)
@@ -91,9 +101,12 @@ class RawFormat(Format):
     def width_of(self, last_dim: int) -> int:
         return last_dim
 
-    def fields(self, view: torch.Tensor) -> Fields:
+    def check(self, view: torch.Tensor) -> None:
         if view.dtype != self.dtype:
             raise FormatError(f"{self.name} format on a {view.dtype} view of shape {tuple(view.shape)}")
+
+    def fields(self, view: torch.Tensor) -> Fields:
+        self.check(view)
         return {"values": as_bytes(view, self.name)}
 
     def encode_fields(self, values: torch.Tensor) -> Fields:
@@ -104,6 +117,7 @@ class RawFormat(Format):
 
     def encode(self, values: torch.Tensor, view: torch.Tensor) -> None:
         # No bytes needed, nor a unit last stride: recurrent states come as transposed slices.
+        self.check(view)
         view.copy_(cast_saturating(values, self.dtype))
 
     def decode(self, view: torch.Tensor) -> torch.Tensor:
@@ -111,9 +125,15 @@ class RawFormat(Format):
 
 
 class Fp8Format(Format):
-    """fp8 codes with one scale a tensor, kept outside the cache; the tensor may be typed fp8, uint8 or int8."""
+    """fp8 codes with one scale a tensor, kept outside the cache; the tensor may be typed fp8, uint8 or int8.
+
+    Raises:
+        FormatError: for a scale that is not a positive number.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, scale: float = 1.0) -> None:
+        if not 0 < scale < math.inf:
+            raise FormatError(f"fp8 format: the tensor's scale is {scale}; give a positive number")
         self.dtype = dtype
         self.scale = scale
         self.name = str(dtype).removeprefix("torch.")

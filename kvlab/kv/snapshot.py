@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,8 +39,11 @@ class Snapshot:
 
 def distinct_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The views, in order, without those that repeat an earlier one byte for byte."""
-    distinct = {(v.data_ptr(), tuple(v.shape), v.stride(), v.dtype): v for v in reversed(views) if v.numel()}
-    return list(reversed(distinct.values()))
+    distinct: dict[tuple[Any, ...], torch.Tensor] = {}
+    for view in views:
+        if view.numel():
+            distinct.setdefault((view.data_ptr(), tuple(view.shape), view.stride(), view.dtype), view)
+    return list(distinct.values())
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -48,6 +48,23 @@ class LayerTensor:
         """View of the allocator blocks [begin, end)."""
         return self.tensor.narrow(self.dim, begin * self.factor, (end - begin) * self.factor)
 
+    def check_ranges(self, ranges: BlockRanges) -> None:
+        """Refuse block ranges that a batch of this pool cannot own.
+
+        Raises:
+            GeometryError: for blocks before 1 or past the pool; empty ranges may lie anywhere.
+        """
+        num_blocks = self.tensor.shape[self.dim] // self.factor
+        begin, end = ranges[:, 0], ranges[:, 1]
+        foreign = (begin > end) | ((begin < end) & ((begin < 1) | (end > num_blocks)))
+        if foreign.any():
+            first = int(np.argmax(foreign))
+            raise GeometryError(
+                f"layer {self.layer!r}: request {first} has blocks [{begin[first]}, {end[first]}), but shape"
+                f" {tuple(self.tensor.shape)} holds blocks 1 to {num_blocks - 1} (0 is the null block); build the batch"
+                " for this pool"
+            )
+
     def token_major(self, begin: int, end: int) -> torch.Tensor:
         """The same blocks as [kernel blocks, ..., tokens, values or bytes]; a recurrent state has no token axis.
 
@@ -75,12 +92,15 @@ class LayerTensor:
 
 def iter_tensors(kv_cache: Any) -> Iterator[torch.Tensor]:
     """The non-empty tensors in a layer's cache: a tensor, a nest of lists and tuples, or None."""
+    return (tensor for tensor in _nested_tensors(kv_cache) if tensor.numel())
+
+
+def _nested_tensors(kv_cache: Any) -> Iterator[torch.Tensor]:
     if isinstance(kv_cache, torch.Tensor):
-        if kv_cache.numel():
-            yield kv_cache
+        yield kv_cache
     elif isinstance(kv_cache, list | tuple):
         for item in kv_cache:
-            yield from iter_tensors(item)
+            yield from _nested_tensors(item)
     elif kv_cache is not None:
         raise GeometryError(f"a cache is a tensor or a nest of tensors, not {type(kv_cache).__name__}")
 
@@ -150,7 +170,9 @@ def layer_tensors(
                 )
             spec = layer_spec(group.kv_cache_spec, name)
             known = block_dims.get(name) if isinstance(block_dims, Mapping) else block_dims
-            for index, tensor in enumerate(iter_tensors(kv_caches[name])):
+            for index, tensor in enumerate(_nested_tensors(kv_caches[name])):
+                if not tensor.numel():
+                    continue
                 if known is None:
                     dim, factor = block_dim(tensor, num_blocks, spec, layer=name, index=index)
                 else:
@@ -173,10 +195,8 @@ def owned_block_ranges(group_id: int, batch: Batch) -> BlockRanges:
     return np.asarray(batch.group_block_ranges[group_id], dtype=np.int64).reshape(-1, 2)
 
 
-def _touched(owned: BlockRanges, scheduled: npt.NDArray[np.int64], spec: Any, dcp_size: int) -> BlockRanges:
-    if is_recurrent(spec):
-        return owned
-    tail = -(-scheduled // tokens_per_block(spec, dcp_size)) + 2
+def _tails(owned: BlockRanges, scheduled: npt.NDArray[np.int64], block_size: int) -> BlockRanges:
+    tail = -(-scheduled // block_size) + 2
     begin, end = owned[:, 0], owned[:, 1]
     return np.stack([np.maximum(begin, end - tail), end], axis=1)
 
@@ -188,21 +208,33 @@ def touched_block_ranges(
 
     Attention: from `max(begin, end - (ceil(scheduled / block_size) + 2))`. Recurrent layers and rings: all blocks.
     Layers whose specs agree share one array.
+
+    Raises:
+        GeometryError: a group that the batch does not have, or a layer in two groups.
     """
     scheduled = np.fromiter((batch.expected[r][0] for r in batch.req_ids), np.int64, len(batch.req_ids)) + lookahead
     ranges: dict[str, BlockRanges] = {}
     owned: dict[int, BlockRanges] = {}
+    group_of: dict[str, int] = {}
     for position, group in enumerate(attn_groups):
         group_id = getattr(group, "kv_cache_group_id", position)
         if group_id not in owned:
             owned[group_id] = owned_block_ranges(group_id, batch)
-        shared: dict[tuple[bool, int], BlockRanges] = {}
+        shared: dict[int, BlockRanges] = {}
         for name in group.layer_names:
+            if group_of.setdefault(name, group_id) != group_id:
+                raise GeometryError(
+                    f"layer {name!r} is in group {group_of[name]} and in group {group_id}; its blocks are of one group"
+                )
             spec = layer_spec(group.kv_cache_spec, name)
-            key = (is_recurrent(spec), tokens_per_block(spec, dcp_size))
-            if key not in shared:
-                shared[key] = _touched(owned[group_id], scheduled, spec, dcp_size)
-            ranges[name] = shared[key]
+            if is_recurrent(spec):
+                ranges[name] = owned[group_id]
+                continue
+            # Blocks are handed out by the group's size; a member of another size must not shorten the tail.
+            block_size = min(tokens_per_block(spec, dcp_size), tokens_per_block(group.kv_cache_spec, dcp_size))
+            if block_size not in shared:
+                shared[block_size] = _tails(owned[group_id], scheduled, block_size)
+            ranges[name] = shared[block_size]
     return ranges
 
 
@@ -228,7 +260,7 @@ def touched_kv_views(
         block_dims: see `layer_tensors`.
 
     Raises:
-        GeometryError: see `layer_tensors`.
+        GeometryError: see `layer_tensors`, `touched_block_ranges` and `LayerTensor.check_ranges`.
     """
     ranges = touched_block_ranges(attn_groups, batch, dcp_size, lookahead)
     views: list[torch.Tensor] = []
@@ -243,13 +275,18 @@ def owned_kv_views(layer: LayerTensor, batch: Batch) -> list[torch.Tensor]:
 
 
 def block_views(layer: LayerTensor, ranges: BlockRanges) -> list[torch.Tensor]:
-    """One view a row of `ranges` (allocator blocks, [begin, end))."""
+    """One view a row of `ranges` (allocator blocks, [begin, end)).
+
+    Raises:
+        GeometryError: see `LayerTensor.check_ranges`.
+    """
+    layer.check_ranges(ranges)
     size = layer.tensor.shape[layer.dim]
     bounds = (ranges * layer.factor).ravel()
     if not len(bounds):
         return []
-    if bounds[0] < 0 or bounds[-1] > size or np.any(np.diff(bounds) < 0):
-        # Out of order, as no allocator of ours leaves them: slice one by one, with PyTorch's own bounds check.
+    if np.any(np.diff(bounds) < 0) or bounds[-1] > size:
+        # Out of order, as no allocator of ours leaves them.
         return [layer.blocks(begin, end) for begin, end in ranges.tolist()]
     # One call that cuts [gap, view, gap, view, ...] costs a third of as many calls to narrow.
     pieces = np.diff(bounds, prepend=0, append=size)

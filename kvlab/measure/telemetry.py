@@ -1,4 +1,4 @@
-"""Layer 3: what the card did meanwhile: clocks, power, temperature and throttling, read through NVML between replays."""
+"""Layer 3: what the card did meanwhile: clocks, power, temperature, throttling; read through NVML."""
 
 from __future__ import annotations
 

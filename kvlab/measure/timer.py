@@ -102,8 +102,8 @@ class GraphTimer(Timer):
 
     def __init__(self, step: Step, mode: str) -> None:
         device = step.engine.device
-        with torch.cuda.device(device), step.capturing():
-            stream = torch.cuda.Stream()
+        with torch.cuda.device(device), step.capturing() as given:
+            stream = given or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 # Some kernels set themselves up on first use in a stream, which a capture would refuse.

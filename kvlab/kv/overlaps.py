@@ -1,0 +1,66 @@
+"""Layer 1: overlaid groups share bytes; this proves that the blocks of one request and group are nobody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+import numpy as np
+
+from kvlab.errors import GeometryError
+from kvlab.kv.batch import Batch
+from kvlab.kv.extents import Intervals, merge_intervals, view_intervals
+from kvlab.kv.views import LayerTensor, owned_block_ranges
+
+
+def check_overlaps(layers: Iterable[LayerTensor], batch: Batch) -> None:
+    """Raise GeometryError where blocks that a batch owns in one group lie over blocks that it owns in another.
+
+    vLLM overlays groups from offset 0, which is sound because a block ID belongs to one group at a time: block b of
+    one group may lie over block b of another only. That holds where both keep block b within the same bytes, which
+    strides and offsets tell; only other layouts are compared byte by byte.
+    """
+    by_storage: dict[int, list[LayerTensor]] = {}
+    for layer in layers:
+        by_storage.setdefault(layer.tensor.untyped_storage().data_ptr(), []).append(layer)
+    for members in by_storage.values():
+        places: dict[tuple[int, tuple[int, int, int]], LayerTensor] = {}
+        for layer in members:
+            places.setdefault((layer.group_id, _place(layer)), layer)
+        for (a, one), (b, other) in combinations(places.items(), 2):
+            if a[0] != b[0] and not _block_by_block(a[1], b[1]) and _share_bytes(one, other, batch):
+                raise GeometryError(
+                    f"layers {one.layer!r} (group {one.group_id}) and {other.layer!r} (group {other.group_id}) keep"
+                    " different blocks in the same bytes: filling one would change the other; their blocks stand"
+                    f" {a[1][1]} and {b[1][1]} bytes apart"
+                )
+
+
+def _place(layer: LayerTensor) -> tuple[int, int, int]:
+    """(first byte, bytes from block to block, end of block 0 and all its bytes) of a layer's tensor."""
+    block = view_intervals(layer.blocks(0, 1))
+    size = layer.tensor.element_size()
+    stride = layer.tensor.stride(layer.dim) * layer.factor * size
+    return int(block[:, 0].min()), stride, int(block[:, 1].max())
+
+
+def _block_by_block(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    (begin, stride, end), (other_begin, other_stride, other_end) = one, other
+    if stride != other_stride:
+        return False
+    return max(end, other_end) - min(begin, other_begin) <= stride
+
+
+def _share_bytes(one: LayerTensor, other: LayerTensor, batch: Batch) -> bool:
+    mine, theirs = _owned(one, batch), _owned(other, batch)
+    if not len(mine) or not len(theirs):
+        return False
+    after = np.searchsorted(theirs[:, 1], mine[:, 0], side="right")
+    inside = after < len(theirs)
+    return bool((theirs[after[inside], 0] < mine[inside, 1]).any())
+
+
+def _owned(layer: LayerTensor, batch: Batch) -> Intervals:
+    ranges = owned_block_ranges(layer.group_id, batch).tolist()
+    runs = [view_intervals(layer.blocks(begin, end)) for begin, end in ranges]
+    return merge_intervals(np.concatenate(runs)) if runs else np.empty((0, 2), np.int64)

@@ -1,0 +1,501 @@
+"""Fills: which bytes change, to what values, and what is refused before any byte is written."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from standins import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    Group,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+    is_state,
+    tensors_of,
+    worlds,
+)
+
+from kvlab.cases import parse_case
+from kvlab.errors import FillError, FormatError, GeometryError, KvlabError
+from kvlab.kv import fills
+from kvlab.kv.batch import build_batch
+from kvlab.kv.detect import format_of
+from kvlab.kv.fills import FILLS, Constant, Random, Zeros, fill_kv_blocks, parse_fill, zero_kv_blocks
+from kvlab.kv.formats import Fp8Format, IndexerFormat, RawFormat
+from kvlab.kv.views import layer_tensors
+
+GUARD = 0xA5
+
+
+def lay_out(text, groups, num_blocks=64, **keywords):
+    return build_batch(parse_case(text), groups, num_blocks, 100, np.random.default_rng(0), **keywords)
+
+
+# Parsing.
+
+
+@pytest.mark.parametrize(
+    ("text", "fill"),
+    [
+        ("zeros", Zeros()),
+        ("zeros()", Zeros()),
+        (" random ", Random()),
+        ("random()", Random()),
+        ("random(0.5)", Random(0.5)),
+        ("random(std=0.5, zero_fraction=0.25)", Random(0.5, 0.25)),
+        ("random( zero_fraction = 1 )", Random(zero_fraction=1.0)),
+        ("random(2, 0.5)", Random(2.0, 0.5)),
+        ("constant", Constant(0.015)),
+        ("constant(0.015)", Constant(0.015)),
+        ("constant(-1e-3)", Constant(-0.001)),
+        ("constant(value=0)", Constant(0.0)),
+    ],
+)
+def test_texts_that_are_fills(text, fill):
+    assert parse_fill(text) == fill
+    assert parse_fill(fill) is fill
+    assert parse_fill(str(fill)) == fill
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "''"),
+        ("ones", "'ones'"),
+        ("Random", "zeros, random, constant"),
+        ("random(0.5", "'random(0.5'"),
+        ("random)", "'random)'"),
+        ("random(0.5)x", "unknown"),
+        ("zeros(1)", "zeros takes nothing"),
+        ("random(1, 0, 0)", "takes std, zero_fraction"),
+        ("random(sdt=1)", "'sdt=1'"),
+        ("random(std=1, std=2)", "'std=2'"),
+        ("random(1, std=2)", "'std=2'"),
+        ("random(std=)", "'' is not a number"),
+        ("random(std=a)", "'a' is not a number"),
+        ("random(std='1')", "is not a number"),
+        ("random(std=True)", "'True' is not a number"),
+        ("random(std=1 2)", "'1 2' is not a number"),
+        ("random(std=1+1)", "'1+1' is not a number"),
+        ("random(std=" + "(" * 5000 + ")", "is not a number"),
+        ("random(std=0)", "std is 0"),
+        ("random(std=-1)", "std is -1"),
+        ("random(std=nan)", "std is nan"),
+        ("random(std=inf)", "std is inf"),
+        ("random(std=" + "9" * 5000 + ")", "std is inf"),
+        ("random(zero_fraction=1.1)", "zero_fraction is 1.1"),
+        ("random(zero_fraction=-0.1)", "zero_fraction is -0.1"),
+        ("random(zero_fraction=nan)", "zero_fraction is nan"),
+        ("constant(inf)", "value is inf"),
+        ("constant(1, 2)", "takes value"),
+        ("random\n(1\n)", "random"),
+    ],
+)
+def test_what_is_no_fill_gives_one_line(text, part):
+    with pytest.raises(FillError) as error:
+        parse_fill(text)
+    assert part in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(st.text(max_size=20), st.text("0123456789.,=()-+e nastdzerofcti_", max_size=20).map("random(".__add__))
+)
+def test_any_text_is_a_fill_or_one_line(text):
+    try:
+        fill = parse_fill(text)
+    except FillError as refusal:
+        message = str(refusal)
+    else:
+        message = str(fill)
+        assert parse_fill(message) == fill
+    assert len(message.splitlines()) == 1
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        st.just(Zeros()),
+        st.builds(Random, st.floats(0, exclude_min=True, allow_infinity=False), st.floats(0, 1)),
+        st.builds(Constant, FINITE),
+    )
+)
+def test_the_text_of_a_fill_parses_back_to_it(fill):
+    assert parse_fill(str(fill)) == fill
+    assert FILLS[fill.kind] is type(fill)
+
+
+# Which bytes change.
+
+
+def formats_of(world):
+    """What an engine would tell of one-byte caches; hypothesis' caches are fp8 there."""
+    return {
+        name: Fp8Format()
+        for name, cache in world.kv_caches.items()
+        if any(t.dtype == torch.uint8 for t in tensors_of(cache))
+    }
+
+
+def owned_bytes(world):
+    """Per buffer, a mask of the bytes of the batch's blocks: one `narrow` a block, by the geometry as built."""
+    masks = [torch.zeros_like(buffer.view(torch.uint8).flatten()) for buffer in world.buffers]
+    by_address = {b.untyped_storage().data_ptr(): mask for b, mask in zip(world.buffers, masks, strict=True)}
+    for group in world.groups:
+        for layer in group.layer_names:
+            factor = world.factors[layer]
+            for tensor in tensors_of(world.kv_caches[layer]):
+                mask = by_address[tensor.untyped_storage().data_ptr()].view(tensor.dtype)
+                twin = mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                bits = twin.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+                for begin, end in world.batch.group_block_ranges[group.kv_cache_group_id]:
+                    for block in range(begin, end):
+                        bits.narrow(world.dims[layer], block * factor, factor).fill_(
+                            255 if bits.dtype == torch.uint8 else -1
+                        )
+    return [mask.view(torch.uint8) == 255 for mask in masks]
+
+
+def refill_guards(world):
+    for buffer in world.buffers:
+        buffer.view(torch.uint8).fill_(GUARD)
+
+
+@settings(max_examples=120, deadline=None)
+@given(worlds(), st.sampled_from(("random", "random(std=3, zero_fraction=0.5)", "constant(2)", "zeros")))
+def test_a_fill_changes_owned_blocks_only_or_nothing(world, fill):
+    refill_guards(world)
+    try:
+        fill_kv_blocks(
+            world.kv_caches,
+            world.groups,
+            world.batch,
+            world.num_blocks,
+            fill,
+            formats=formats_of(world),
+            block_dims=world.block_dims,
+        )
+    except KvlabError:
+        # Some shapes do not tell which axis holds the tokens.
+        assert fill != "zeros"
+        assert all((buffer.view(torch.uint8) == GUARD).all() for buffer in world.buffers)
+        return
+    for buffer, owned in zip(world.buffers, owned_bytes(world), strict=True):
+        data = buffer.view(torch.uint8).flatten()
+        assert (data[~owned] == GUARD).all()
+        if fill == "zeros":
+            assert not data[owned].any()
+
+
+@settings(max_examples=80, deadline=None)
+@given(worlds())
+def test_zero_fraction_1_is_zeros_byte_for_byte_and_so_is_zero_kv_blocks(world):
+    arguments = (world.kv_caches, world.groups, world.batch, world.num_blocks)
+    results = []
+    for fill in ("random(zero_fraction=1)", "zeros", None):
+        refill_guards(world)
+        try:
+            if fill is None:
+                zero_kv_blocks(*arguments, block_dims=world.block_dims)
+            else:
+                fill_kv_blocks(*arguments, fill, formats=formats_of(world), block_dims=world.block_dims)
+        except GeometryError:
+            return
+        results.append([buffer.view(torch.uint8).clone() for buffer in world.buffers])
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+def overlaid(num_blocks=20, tokens=8, width=16):
+    """Public case 2: fp32 states and bf16 attention over one buffer, blocks of 512 bytes."""
+    buffer = torch.full((num_blocks * 512,), GUARD, dtype=torch.uint8)
+    caches = {
+        "attn": buffer.view(torch.bfloat16).as_strided((num_blocks, tokens, width), (256, width, 1)),
+        "state": (
+            buffer.view(torch.float32).as_strided((num_blocks, 4, 8), (128, 8, 1)),
+            buffer.view(torch.float32).as_strided((num_blocks, 60), (128, 1), 32),
+        ),
+    }
+    groups = [
+        Group(FullAttentionSpec(block_size=tokens), ["attn"], 0),
+        Group(MambaSpec(block_size=528, shapes=((4, 8), (60,))), ["state"], 1),
+    ]
+    return buffer, caches, groups
+
+
+@pytest.mark.parametrize("fill", ["zeros", "random", "random(zero_fraction=0.5)", "constant(0.5)"])
+def test_public_case_2_states_and_attention_over_one_buffer_leave_each_other_alone(fill):
+    buffer, caches, groups = overlaid()
+    batch = lay_out("case=2*1@20", groups, 20)
+    blocks = buffer.view(20, 512)
+    attention = [b for begin, end in batch.group_block_ranges[0] for b in range(begin, end)]
+    states = [b for begin, end in batch.group_block_ranges[1] for b in range(begin, end)]
+    others = sorted({*range(20)} - {*attention, *states})
+    assert len(others) == 20 - 2 * 4
+    fill_kv_blocks(caches, groups, batch, 20, fill)
+    assert (blocks[others] == GUARD).all()
+    assert (blocks[attention][:, 256:] == GUARD).all()
+    assert (blocks[states][:, 368:] == GUARD).all()
+    assert caches["attn"][attention].float().abs().max() < 6
+    assert all(t[states].abs().max() < 0.6 for t in caches["state"])
+    # Only one group's blocks: the other's keep every byte.
+    before = blocks.clone()
+    fill_kv_blocks(caches, groups[:1], batch, 20, "constant(1)")
+    assert torch.equal(blocks[states], before[states])
+    assert torch.equal(blocks[others], before[others])
+    assert (caches["attn"][attention] == 1).all()
+
+
+def test_layers_that_share_a_cache_are_filled_once():
+    cache = torch.zeros(8, 4, 3)
+    group = Group(FullAttentionSpec(block_size=4), ["a", "shares a"])
+    batch = lay_out("case=1@16", [group], 8)
+    fill_kv_blocks({"a": cache, "shares a": cache}, [group], batch, 8, "random")
+    shared = cache.clone()
+    fill_kv_blocks({"a": cache}, [Group(group.kv_cache_spec, ["a"])], batch, 8, "random")
+    assert torch.equal(cache, shared)
+    assert len(fills.distinct_layers(layer_tensors({"a": cache, "shares a": cache}, [group], 8))) == 1
+
+
+# To what.
+
+
+def packed_world(num_blocks=40):
+    """A group of every byte format, 64 states a block, and one of states."""
+    fp8_ds = MLAAttentionSpec(block_size=64, cache_dtype_str="fp8_ds_mla")
+    members = {
+        "bf16": FullAttentionSpec(block_size=64),
+        "split": FullAttentionSpec(block_size=64),
+        "kv first": FullAttentionSpec(block_size=64),
+        "656": fp8_ds,
+        "584": MLAAttentionSpec(block_size=64, cache_dtype_str="fp8_ds_mla", model_version="deepseek_v4"),
+        "132": MLAAttentionSpec(block_size=64, cache_role="indexer"),
+        "fp8": FullAttentionSpec(block_size=64),
+        "int8 heads": FullAttentionSpec(block_size=64, kv_quant_mode="INT8_PER_TOKEN_HEAD"),
+    }
+    padded = torch.zeros(num_blocks * (64 * 584 + 576), dtype=torch.uint8)
+    caches = {
+        "bf16": torch.zeros(num_blocks, 2, 64, 24, dtype=torch.bfloat16),
+        "split": torch.zeros(num_blocks * 4, 2, 16, 24, dtype=torch.bfloat16),
+        "kv first": torch.zeros(2, num_blocks, 64, 3, 24),
+        "656": torch.zeros(num_blocks, 64, 656, dtype=torch.uint8),
+        "584": padded.as_strided((num_blocks, 64, 584), (64 * 584 + 576, 584, 1)),
+        "132": torch.zeros(num_blocks, 64, 132, dtype=torch.uint8),
+        "fp8": torch.zeros(num_blocks, 2, 64, 24, dtype=torch.float8_e4m3fn),
+        "int8 heads": torch.zeros(num_blocks, 2, 64, 40, dtype=torch.uint8),
+        "state": (torch.zeros(num_blocks, 3, 32, dtype=torch.bfloat16), torch.zeros(num_blocks, 4, 8, 8)),
+    }
+    groups = [
+        Group(UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=members), list(members), 0),
+        Group(MambaSpec(block_size=64), ["state"], 1),
+    ]
+    return caches, groups, lay_out("case=1@600,64@500,3*1@64,100@130c", groups, num_blocks)
+
+
+def decoded(layer, begin, end):
+    view = layer.token_major(begin, end)
+    return format_of(layer.spec, layer.tensor, layer.layer).decode(view)
+
+
+@pytest.mark.parametrize("std", [0.25, 1.0, 5.0])
+def test_random_values_have_the_asked_spread_in_every_format(std):
+    caches, groups, batch = packed_world()
+    fill_kv_blocks(caches, groups, batch, 40, Random(std))
+    for layer in layer_tensors(caches, groups, 40):
+        values = torch.cat([decoded(layer, *r).flatten() for r in batch.group_block_ranges[layer.group_id]])
+        wanted = std * (fills.STATE_SCALE if is_state(layer.spec) else 1)
+        assert values.isfinite().all()
+        assert abs(values.std().item() / wanted - 1) < 0.06, layer.layer
+        assert abs(values.mean().item()) < 0.06 * wanted
+        # Normal: 68 % within one standard deviation, whatever the format's rounding.
+        assert abs((values.abs() < wanted).float().mean().item() - 0.683) < 0.04
+
+
+@pytest.mark.parametrize("value", [0.015, -3.5, 0.0, 1e30])
+def test_constants_are_that_value_up_to_the_format_s_rounding(value):
+    caches, groups, batch = packed_world()
+    fill_kv_blocks(caches, groups, batch, 40, Constant(value))
+    for layer in layer_tensors(caches, groups, 40):
+        for begin, end in batch.group_block_ranges[layer.group_id]:
+            values = decoded(layer, begin, end)
+            wanted = 448.0 if layer.layer == "fp8" and value > 448 else value
+            assert torch.allclose(
+                values, torch.tensor(wanted), rtol=2**-4, atol=2**-10 if layer.layer == "fp8" else 1e-6
+            )
+            # Codes and an uncoded rope part may round apart.
+            assert values.unique().numel() <= (2 if layer.layer in ("656", "584") else 1)
+
+
+@pytest.mark.parametrize("fill", ["random", "random(zero_fraction=0.3)", "constant(0.015)", "constant(1e38)"])
+def test_public_case_11_scales_are_finite_and_positive(fill):
+    caches, groups, batch = packed_world()
+    fill_kv_blocks(caches, groups, batch, 40, fill)
+    checked = 0
+    for layer in layer_tensors(caches, groups, 40):
+        fmt = format_of(layer.spec, layer.tensor, layer.layer)
+        if layer.layer not in ("656", "584", "132", "int8 heads"):
+            continue
+        for begin, end in batch.group_block_ranges[layer.group_id]:
+            fields = fmt.fields(layer.token_major(begin, end))
+            zero_tokens = torch.cat([f.contiguous().flatten(-1) for f in fields.values()], -1).sum(-1) == 0
+            for name in (n for n in fields if "scale" in n):
+                raw = fields[name].contiguous().numpy()
+                scales = raw if layer.layer == "584" else raw.view("<f4")
+                good = (scales > 0) & (scales < (255 if layer.layer == "584" else np.inf))
+                assert (good.all(-1) | zero_tokens.numpy()).all()
+                checked += 1
+    assert checked
+
+
+def test_fills_repeat_with_the_seed():
+    def bytes_after(fill, seed):
+        caches, groups, batch = packed_world()
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        fill_kv_blocks(caches, groups, batch, 40, fill, generator)
+        return [t.view(torch.uint8).clone() for cache in caches.values() for t in tensors_of(cache)]
+
+    for fill in ("random", "random(zero_fraction=0.5)"):
+        first = bytes_after(fill, 1)
+        assert all(map(torch.equal, first, bytes_after(fill, 1)))
+        assert not any(map(torch.equal, first, bytes_after(fill, 2)))
+        assert all(map(torch.equal, bytes_after(fill, None), bytes_after(fill, 0)))
+
+
+# Zero tokens.
+
+
+def zero_tokens_of(layer, begin, end):
+    """bool [tokens of blocks begin to end]: all bytes of the token are zero."""
+    fmt = format_of(layer.spec, layer.tensor, layer.layer)
+    fields = fmt.fields(layer.token_major(begin, end))
+    used = torch.cat([field.contiguous() for field in fields.values()], -1).to(torch.int64)
+    # Sum over everything but kernel block and token.
+    return (used.sum(-1).flatten(1, -2).sum(1) if used.dim() > 3 else used.sum(-1)).flatten() == 0
+
+
+@pytest.mark.parametrize("chunk", [None, 1000, 64 * 600])
+@pytest.mark.parametrize("share", [0.25, 1 / 3, 0.5, 0.9, 1e-9])
+def test_the_zeroed_tokens_are_an_exact_share_of_each_request_and_the_same_in_all_layers(share, chunk, monkeypatch):
+    if chunk:
+        # Large caches are filled piece by piece; pieces differ by layer.
+        monkeypatch.setattr(fills, "_CHUNK_VALUES", chunk)
+    caches, groups, batch = packed_world()
+    fill_kv_blocks(caches, groups, batch, 40, Random(zero_fraction=share))
+    layers = [layer for layer in layer_tensors(caches, groups, 40) if layer.group_id == 0]
+    assert len(layers) == 8
+    for begin, end in batch.group_block_ranges[0]:
+        first = zero_tokens_of(layers[0], begin, end)
+        assert int(first.sum()) == round(share * 64 * (end - begin))
+        for layer in layers[1:]:
+            assert torch.equal(zero_tokens_of(layer, begin, end), first), layer.layer
+
+
+def test_zeroed_tokens_are_scattered_and_differ_between_requests():
+    caches, groups, batch = packed_world()
+    fill_kv_blocks(caches, groups, batch, 40, Random(zero_fraction=0.5))
+    layer = layer_tensors(caches, groups, 40)[0]
+    rows = [zero_tokens_of(layer, *r) for r in batch.group_block_ranges[0][2:5]]
+    assert not torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[1], rows[2])
+    long = zero_tokens_of(layer, *batch.group_block_ranges[0][0])
+    runs = int((long[1:] != long[:-1]).sum()) + 1
+    assert abs(runs - len(long) / 2) < 4 * math.sqrt(len(long)) / 2
+
+
+def test_states_zero_elements_and_keep_the_others_spread():
+    state = torch.zeros(8, 100, 100)
+    group = Group(MambaSpec(block_size=64), ["state"])
+    batch = lay_out("case=7*1@64", [group], 8)
+    fill_kv_blocks({"state": state}, [group], batch, 8, Random(zero_fraction=0.25))
+    values = state[1:]
+    zero = values.view(torch.int32) == 0
+    assert abs(zero.float().mean().item() - 0.25) < 0.01
+    assert abs(values[~zero].std().item() - fills.STATE_SCALE) < 0.002
+    assert not (values.view(torch.int32) == -(1 << 31)).any()
+    assert not state[0].any()
+
+
+# Refusals, before any byte.
+
+
+def refused(match, caches, groups, batch, num_blocks, fill, **keywords):
+    tensors = [t for cache in caches.values() for t in tensors_of(cache)]
+    for tensor in tensors:
+        tensor.view(torch.uint8).fill_(GUARD)
+    with pytest.raises(KvlabError, match=match) as error:
+        fill_kv_blocks(caches, groups, batch, num_blocks, fill, **keywords)
+    assert len(str(error.value).splitlines()) == 1
+    assert all((tensor.view(torch.uint8) == GUARD).all() for tensor in tensors)
+    return error.value
+
+
+def two_layers(second_spec, second):
+    spec = FullAttentionSpec(block_size=4)
+    groups = [
+        Group(UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"good": spec, "bad": second_spec}), ["good", "bad"])
+    ]
+    return {"good": torch.zeros(7, 4, 5), "bad": second}, groups, lay_out("case=2*1@8", groups, 7)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "dtype", "formats", "match"),
+    [
+        ({}, (7, 4, 6), torch.uint8, {}, r"'bad': unknown .*uint8.*\(7, 4, 6\)"),
+        ({}, (7, 4, 6), torch.int32, {}, r"'bad': unknown .*int32.*\(7, 4, 6\)"),
+        ({"cache_role": "indexer"}, (7, 4, 68), torch.uint8, {}, r"'bad'.*\(7, 4, 68\).*132"),
+        ({}, (7, 4, 68), torch.uint8, {"bad": IndexerFormat()}, r"'bad'.*132 bytes, not 68"),
+        ({}, (7, 4, 6), torch.uint8, {"bad": RawFormat(torch.bfloat16)}, r"'bad', shape \(7, 4, 6\): bfloat16.*uint8"),
+        ({"cache_role": "indexer"}, (7, 2, 4, 132), torch.uint8, {}, r"'bad', shape \(7, 2, 4, 132\).*planar"),
+        ({}, (7, 4, 4, 3, 6), torch.bfloat16, {}, r"'bad'.*no one axis.*\(7, 4, 4, 3, 6\)"),
+        ({}, (7, 3, 6), torch.bfloat16, {}, r"'bad'.*no one axis.*\(7, 3, 6\)"),
+        ({}, (5, 4, 6), torch.bfloat16, {}, r"'bad': no block dimension in shape \(5, 4, 6\)"),
+    ],
+)
+def test_a_layer_that_cannot_be_filled_stops_the_fill_before_the_first_byte(spec, shape, dtype, formats, match):
+    caches, groups, batch = two_layers(MLAAttentionSpec(block_size=4, **spec), torch.zeros(shape, dtype=dtype))
+    refused(match, caches, groups, batch, 7, "random(zero_fraction=0.5)", formats=formats)
+
+
+def test_a_cache_without_a_token_axis_takes_no_zero_fraction():
+    caches, groups, batch = two_layers(FullAttentionSpec(block_size=4), torch.zeros(7, 24))
+    error = refused("'bad'.*no axis of tokens", caches, groups, batch, 7, "random(zero_fraction=0.5)")
+    assert isinstance(error, GeometryError)
+    fill_kv_blocks(caches, groups, batch, 7, "random")
+
+
+def test_a_batch_of_a_larger_pool_or_a_bad_text_changes_nothing():
+    caches, groups, _ = two_layers(FullAttentionSpec(block_size=4), torch.zeros(7, 4, 2))
+    large = lay_out("case=1@40", groups, 99)
+    for fill in ("zeros", "random"):
+        assert isinstance(refused("'good'.* 1 to 6", caches, groups, large, 7, fill), GeometryError)
+    assert isinstance(refused("std", caches, groups, large, 7, "random(std=-1)"), FillError)
+    assert isinstance(refused("ones", caches, groups, large, 7, "ones"), FillError)
+    del caches["bad"]
+    refused("'bad' of group 0 has no entry", caches, groups, large, 7, "zeros")
+
+
+def test_zeros_need_no_format():
+    caches, groups, batch = two_layers(FullAttentionSpec(block_size=4), torch.full((7, 4, 6), 7, dtype=torch.uint8))
+    fill_kv_blocks(caches, groups, batch, 7, "zeros")
+    begin, end = batch.group_block_ranges[0][0][0], batch.group_block_ranges[0][-1][1]
+    assert not caches["bad"][begin:end].any()
+    assert (caches["bad"][:begin] == 7).all()
+    with pytest.raises(FormatError, match="'bad'"):
+        fill_kv_blocks(caches, groups, batch, 7, "random")
+
+
+def test_rings_are_filled_small():
+    ring = torch.zeros(8, 4, 500)
+    group = Group(CircularBufferSpec(block_size=4), ["ring"])
+    fill_kv_blocks({"ring": ring}, [group], lay_out("case=7*1@64", [group], 8), 8, "random")
+    assert abs(ring[1:].std().item() - fills.STATE_SCALE) < 0.005
