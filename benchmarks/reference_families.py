@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvlab.engines.load import load_engine
 from kvlab.study import check
-from kvlab.verify import verify
+from kvlab.verification import verify
 
 MODELS = ("tiny-dense", "tiny-swa", "tiny-mla", "tiny-dsa", "tiny-hybrid")
 PHASES = ("decode=4*1@4096", "verify=4*4@4096:3", "prefill=512", "chunk=256@2048c", "hit=64@2048")

@@ -228,7 +228,7 @@ def _verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from kvlab.verify import verify
+    from kvlab.verification import verify
 
     engine = _engine(args)
     results = verify(engine, _cases(args, engine), args.seed)
@@ -241,7 +241,7 @@ def _verify(args: argparse.Namespace) -> int:
             f" {result.bytes_outside:,} outside the touched views ({result.bytes_touched:,} bytes of"
             f" {result.bytes_cache:,}; {result.tightness:.1%} of the views written)"
             + (f"; first outside: {result.outside}" if result.outside else "")
-            + ("; the step READ bytes that hold no token" if result.reads_unwritten else "; no unwritten byte was read")
+            + f"; bytes without a token are read: {result.reads_unwritten}"
         )
     return OK if all(result.ok for result in results) else UNDECIDED
 

@@ -24,7 +24,7 @@ from kvlab.plan import DEFAULT_ARMS, Plan
 from kvlab.provenance import identity, machine
 from kvlab.run import Run
 from kvlab.verdict import case_verdict, failed_verdict, verdict_head
-from kvlab.verify import verify_step
+from kvlab.verification import verify_step
 
 # Random contents are drawn anew from this many seeds in turn, so that a verdict is not about one draw.
 RANDOM_SEEDS = 4

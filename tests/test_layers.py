@@ -74,5 +74,7 @@ def test_every_public_name_is_there_and_documented():
     for name in kvlab.__all__:
         assert getattr(kvlab, name).__doc__, name
     assert set(kvlab._HOME_OF) == set(kvlab.__all__)
+    # A module of the same name would take a function's place as soon as anything imports it.
+    assert not set(kvlab.__all__) & {path.stem for path in ROOT.iterdir()}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         kvlab.nothing  # noqa: B018

@@ -21,8 +21,8 @@ from kvlab.kv.formats import RawFormat
 from kvlab.kv.specs import is_recurrent
 from kvlab.kv.views import LayerTensor, layer_tensors, owned_block_ranges, owned_kv_views
 
-# NaN in every float format, and as a scale in every packed one.
-POISON = 0xFF
+# 0xFF is NaN in every float format, and as a scale in every packed one; 0x3C is a small finite number in all of them.
+_NAN, _FINITE = 0xFF, 0x3C
 _CHUNK = 256 * 2**20
 
 
@@ -39,7 +39,8 @@ class Verification:
         bytes_outside: changed bytes outside the touched views.
         outside: where the first of them lies: layer, block, request; None when there is none.
         tightness: bytes_written / bytes_touched, 1.0 for views without slack.
-        reads_unwritten: the output depends on bytes that hold no token of the case; None where not probed.
+        reads_unwritten: what the output owes to bytes that hold no token of the case: `no`; `masked`, read but given
+            no weight, so that only a NaN there would show; `yes`; None where not probed.
     """
 
     case: str
@@ -52,7 +53,7 @@ class Verification:
     bytes_outside: int
     outside: str | None
     tightness: float
-    reads_unwritten: bool | None
+    reads_unwritten: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes, for JSON."""
@@ -66,7 +67,7 @@ def verify(
 
     Args:
         engine: any engine; its caches are copied once, so as much memory again must be free.
-        probe_reads: also poison every byte that holds no token of the case, and compare outputs bit for bit.
+        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs bit for bit.
 
     Raises:
         KvlabError: for a case that the engine does not admit.
@@ -120,10 +121,12 @@ def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verif
     )
 
 
-def reads_unwritten(step: Step, seed: int = 0) -> bool:
-    """Whether the output changes when every byte that holds no token of the case is poisoned with 0xFF.
+def reads_unwritten(step: Step, seed: int = 0) -> str:
+    """What the output owes to bytes that hold no token of the case: `no`, `masked` or `yes`.
 
     Readable are the slots of the first `kv_len` tokens of each request, whole recurrent states, and the null block.
+    All other bytes are overwritten with NaNs, and where that shows, with finite values: a kernel that reads whole
+    pages and gives the rest no weight turns a NaN into NaN, and a number into nothing.
     """
     engine = step.engine
     layers = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
@@ -137,15 +140,18 @@ def reads_unwritten(step: Step, seed: int = 0) -> bool:
     clean = step.forward().clone()
     step.restore()
     before = {address: extent.storage.clone() for address, extent in caches.items()}
-    try:
-        for address, extent in caches.items():
-            for piece in _pieces(extent.storage):
-                extent.storage[piece].masked_fill_(~readable[address][piece], POISON)
-        poisoned = step.forward().clone()
-    finally:
-        for address, extent in caches.items():
-            extent.storage.copy_(before[address])
-    return not torch.equal(clean, poisoned)
+
+    def shows(value: int) -> bool:
+        try:
+            for address, extent in caches.items():
+                for piece in _pieces(extent.storage):
+                    extent.storage[piece].masked_fill_(~readable[address][piece], value)
+            return not torch.equal(clean, step.forward())
+        finally:
+            for address, extent in caches.items():
+                extent.storage.copy_(before[address])
+
+    return "no" if not shows(_NAN) else "yes" if shows(_FINITE) else "masked"
 
 
 def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cases import Case, Request, parse_case
-from kvlab.verify import reads_unwritten, verify, verify_step
+from kvlab.verification import reads_unwritten, verify, verify_step
 
 requests = st.tuples(st.integers(1, 30), st.integers(0, 90), st.booleans()).map(
     lambda r: Request(r[0], r[0] + r[1], chunked=r[2] and r[0] > 1 and r[1] > 0)
@@ -25,7 +25,7 @@ def test_an_honest_step_passes_and_every_written_byte_is_counted(make_hand_engin
     # 2 heads of 4 bf16 values a slot, 32 fp32 a state; a byte may keep its value by chance in both draws.
     assert 0.5 * slots * 16 < result.bytes_written <= slots * 16 + len(reqs) * 128
     assert 0 < result.tightness <= 1
-    assert result.reads_unwritten is False
+    assert result.reads_unwritten == "no"
 
 
 def test_a_stray_write_is_found_and_its_owner_named(hand_engine):
@@ -61,7 +61,7 @@ def test_views_that_lack_one_written_block_fail(hand_engine, name):
 def test_a_step_that_reads_whole_pages_is_told(hand_engine):
     """Public case: the tail of the last page, past the written tokens, poisoned (vllm PR 43990)."""
     step = hand_engine.prepare(parse_case("d=1@40"))
-    assert reads_unwritten(step) is False
+    assert reads_unwritten(step) == "no"
     honest = step.forward
 
     def whole_pages():
@@ -70,7 +70,20 @@ def test_a_step_that_reads_whole_pages_is_told(hand_engine):
         return out + hand_engine.kv_caches["attn"][last].float().sum()
 
     step.forward = whole_pages
-    assert reads_unwritten(step) is True
+    assert reads_unwritten(step) == "yes"
+
+
+def test_reads_that_are_given_no_weight_are_told_apart(hand_engine):
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    honest = step.forward
+
+    def masked():
+        out = honest()
+        last = step.batch.block_ids["bench-0"][0][-1]
+        return out + 0.0 * hand_engine.kv_caches["attn"][last].float().sum()
+
+    step.forward = masked
+    assert reads_unwritten(step) == "masked"
 
 
 def test_the_probe_puts_back_what_it_poisoned(hand_engine):

@@ -1,0 +1,42 @@
+"""The README says what the committed data say."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def readme_tool():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_table_in_the_readme_is_computed_from_the_committed_runs():
+    text = (ROOT / "README.md").read_text()
+    assert readme_tool().render(text) == text
+
+
+def test_every_file_that_the_docs_link_is_there():
+    import re
+
+    for page in ("README.md", "CONTRIBUTING.md", "data/README.md"):
+        path = ROOT / page
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{page} links {target}"
+
+
+def test_the_committed_runs_open_with_their_provenance():
+    from kvlab.run import open_run
+
+    folders = [p.parent for p in (ROOT / "data" / "h200").glob("*/provenance.json")]
+    assert len(folders) >= 10
+    for folder in folders:
+        run = open_run(folder)
+        assert not run.samples.empty
+        assert run.samples["us"].gt(0).all()
+        assert run.verdicts["gpu"].eq("NVIDIA H200").all()
+        assert run.provenance["driver"]
+        assert run.provenance["command"]
+        assert sum(p.stat().st_size for p in folder.iterdir()) < 2**20
