@@ -140,7 +140,7 @@ def _measure(step: Step, plan: Plan, run: Run, telemetry: Telemetry, progress: P
     step.fill(plan.arms[0].fill, plan.seed)
     timer = make_timer(step, plan.mode)
     try:
-        facts["timer"] = timer.kind
+        facts |= {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
         if isinstance(timer, GraphTimer):
             facts |= {"eager_repeat": timer.eager_repeat, "graph_vs_eager": timer.graph_vs_eager}
             if timer.graph_vs_eager > max(_CAPTURE_DISTANCE, 4 * timer.eager_repeat):

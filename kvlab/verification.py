@@ -6,6 +6,7 @@ write of the value that was there already cannot be seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from kvlab.cases import Case, parse_case
 from kvlab.engines.base import Engine, Step
+from kvlab.errors import EngineError
 from kvlab.kv.detect import format_of
 from kvlab.kv.extents import StorageExtent, storage_extents
 from kvlab.kv.formats import RawFormat
@@ -36,7 +38,7 @@ class Verification:
         bytes_cache: size of the caches' storages, each once.
         bytes_touched: bytes in the touched views, each once.
         bytes_written: bytes that changed in at least one of two steps from different random contents.
-        bytes_outside: changed bytes outside the touched views.
+        bytes_outside: changed bytes outside the touched views, in the worse of the two steps.
         outside: where the first of them lies: layer, block, request; None when there is none.
         tightness: bytes_written / bytes_touched, 1.0 for views without slack.
         reads_unwritten: what the output owes to bytes that hold no token of the case: `no`; `masked`, read but given
@@ -67,7 +69,8 @@ def verify(
 
     Args:
         engine: any engine; its caches are copied once, so as much memory again must be free.
-        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs bit for bit.
+        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs bit for bit, where
+            three times the caches' memory is free.
 
     Raises:
         KvlabError: for a case that the engine does not admit.
@@ -89,21 +92,32 @@ def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verif
     layers = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
     caches = storage_extents(layer.tensor for layer in layers)
     touched = storage_extents(step.touched)
-    written = {address: torch.zeros_like(e.storage, dtype=torch.bool) for address, e in caches.items()}
+    num_bytes = sum(extent.storage.numel() for extent in caches.values())
+    if (free := _free_bytes(engine.device)) < num_bytes:
+        raise EngineError(
+            f"case {step.case.name!r}: verify copies the caches once, {num_bytes / 2**30:.1f} GiB, but"
+            f" {free / 2**30:.1f} GiB are free; make the pool smaller (--num-kv-blocks)"
+        )
+    written: dict[tuple[int, int], torch.Tensor] = {}
+    num_outside, outside = 0, None
     for draw in (seed, seed + 1):
         step.fill("random", draw)
-        before = {address: e.storage.clone() for address, e in caches.items()}
+        before = {address: extent.storage.clone() for address, extent in caches.items()}
         step.forward()
+        stray_bytes = 0
         for address, extent in caches.items():
-            for piece in _pieces(extent.storage):
-                written[address][piece] |= extent.storage[piece] != before[address][piece]
-    num_outside, outside = 0, None
-    for address, changed in written.items():
-        stray = changed & ~touched[address].mask() if address in touched else changed
-        count = int(stray.sum())
-        if count and outside is None:
-            outside = _locate(step, layers, caches[address], int(stray.nonzero()[0]))
-        num_outside += count
+            for begin, end in _pieces(extent.storage):
+                changed = extent.storage[begin:end] != before[address][begin:end]
+                inside = touched[address].mask(begin, end) if address in touched else torch.zeros_like(changed)
+                key = (address, begin)
+                written[key] = changed[inside] | written.get(key, False)
+                stray = changed & ~inside
+                count = int(stray.sum())
+                if count and outside is None:
+                    outside = _locate(step, layers, extent, begin + int(stray.nonzero()[0]))
+                stray_bytes += count
+        del before
+        num_outside = max(num_outside, stray_bytes)
     num_written = sum(int(changed.sum()) for changed in written.values())
     num_touched = sum(extent.num_bytes for extent in touched.values())
     return Verification(
@@ -111,13 +125,13 @@ def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verif
         model=engine.model,
         engine=engine.name,
         ok=num_outside == 0,
-        bytes_cache=sum(extent.storage.numel() for extent in caches.values()),
+        bytes_cache=num_bytes,
         bytes_touched=num_touched,
         bytes_written=num_written,
         bytes_outside=num_outside,
         outside=outside,
         tightness=num_written / num_touched if num_touched else 0.0,
-        reads_unwritten=reads_unwritten(step, seed) if probe_reads else None,
+        reads_unwritten=reads_unwritten(step, seed) if probe_reads and free > 3 * num_bytes else None,
     )
 
 
@@ -144,8 +158,8 @@ def reads_unwritten(step: Step, seed: int = 0) -> str:
     def shows(value: int) -> bool:
         try:
             for address, extent in caches.items():
-                for piece in _pieces(extent.storage):
-                    extent.storage[piece].masked_fill_(~readable[address][piece], value)
+                for begin, end in _pieces(extent.storage):
+                    extent.storage[begin:end].masked_fill_(~readable[address][begin:end], value)
             return not torch.equal(clean, step.forward())
         finally:
             for address, extent in caches.items():
@@ -176,9 +190,17 @@ def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:
                 yield field[whole : whole + 1, ..., :rest, :]
 
 
-def _pieces(storage: torch.Tensor) -> Iterator[slice]:
+def _pieces(storage: torch.Tensor) -> Iterator[tuple[int, int]]:
     for begin in range(0, storage.numel(), _CHUNK):
-        yield slice(begin, begin + _CHUNK)
+        yield begin, min(begin + _CHUNK, storage.numel())
+
+
+def _free_bytes(device: torch.device) -> float:
+    # The allocator's cached blocks are as good as free; a CPU has swap and its own way to say no.
+    if device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return float(torch.cuda.mem_get_info(device)[0])
 
 
 def _locate(step: Step, layers: Sequence[LayerTensor], extent: StorageExtent, offset: int) -> str:

@@ -140,6 +140,16 @@ class Step(ABC):
             raise EngineError(f"case {self.case.name!r}: the KV cache has no contents yet; fill it before a forward")
         self._snapshot.restore()
 
+    @property
+    def restore_method(self) -> str:
+        """How `restore` copies: see `kvlab.kv.snapshot.Snapshot`."""
+        return self._snapshot.method
+
+    @property
+    def restore_bytes(self) -> int:
+        """Bytes that `restore` writes."""
+        return self._snapshot.num_bytes
+
     @abstractmethod
     def forward(self) -> torch.Tensor:
         """Run the step on the current contents: hidden states [num_tokens, hidden]. It writes the touched views."""

@@ -29,13 +29,15 @@ class StorageExtent:
         """Bytes covered, each counted once."""
         return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
 
-    def mask(self) -> torch.Tensor:
-        """bool [storage bytes], true inside the intervals, on the storage's device."""
-        marks = torch.zeros(self.storage.numel() + 1, dtype=torch.int8)
-        begin, end = torch.from_numpy(self.intervals.T.copy())
-        marks[begin] = 1
-        marks[end] = -1
-        return marks[:-1].cumsum(0, dtype=torch.int8).bool().to(self.storage.device)
+    def mask(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """bool [end - begin], true inside the intervals, for the storage's bytes [begin, end), on its device."""
+        end = self.storage.numel() if end is None else end
+        first, last = np.searchsorted(self.intervals[:, 1], begin, "right"), np.searchsorted(self.intervals[:, 0], end)
+        inside = np.clip(self.intervals[first:last], begin, end) - begin
+        marks = torch.zeros(end - begin + 1, dtype=torch.int8, device=self.storage.device)
+        starts, stops = torch.from_numpy(inside.T.copy()).to(self.storage.device)
+        marks[starts], marks[stops] = 1, -1
+        return marks[:-1].cumsum(0, dtype=torch.int8).bool()
 
 
 def view_intervals(view: torch.Tensor) -> Intervals:

@@ -44,6 +44,14 @@ def test_the_intervals_are_the_bytes_that_a_write_through_the_view_changes(view)
 
 
 @settings(max_examples=300, deadline=None)
+@given(strided_views(), st.integers(0, 4096), st.integers(0, 4096))
+def test_a_piece_of_the_mask_is_that_piece(view, one, other):
+    (extent,) = storage_extents([view]).values()
+    begin, end = sorted((one, other))
+    assert torch.equal(extent.mask(begin, end), extent.mask()[begin:end])
+
+
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=20))
 def test_merged_intervals_cover_the_same_bytes_once(pairs):
     intervals = np.array([(b, b + n) for b, n in pairs], np.int64).reshape(-1, 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from standins import tensors_of, worlds
 
-from kvlab.kv.snapshot import Snapshot, distinct_views
+from kvlab.kv.snapshot import Snapshot, cut_runs, distinct_views
 from kvlab.kv.views import touched_kv_views
 
 
@@ -21,9 +24,26 @@ def randomise(world, seed):
         data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
 
 
-@settings(max_examples=120, deadline=None)
-@given(worlds())
-def test_restore_brings_back_the_bytes_of_the_views_and_no_other(world):
+def copy_runs_on_cpu(self, target, source, to, start):
+    """What the CUDA kernel does, run by run."""
+    for t, s, n in zip(to.tolist(), start.tolist(), self._count.tolist(), strict=True):
+        assert n <= self._block
+        target[t : t + n] = source[s : s + n]
+
+
+@pytest.fixture(params=["foreach", "triton"])
+def method(request, monkeypatch):
+    """Both ways of copying; the kernel's stands in on the CPU as a loop."""
+    if request.param == "triton":
+        monkeypatch.setattr("kvlab.kv.snapshot._method", lambda views: "triton")
+        monkeypatch.setattr("kvlab.kv.snapshot._RunCopy._copy", copy_runs_on_cpu)
+        monkeypatch.setattr("kvlab.kv.snapshot._RUN_BYTES", 64)
+    return request.param
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(world=worlds())
+def test_restore_brings_back_the_bytes_of_the_views_and_no_other(method, world):
     views = touched_kv_views(
         world.kv_caches,
         world.groups,
@@ -56,11 +76,12 @@ def test_restore_brings_back_the_bytes_of_the_views_and_no_other(world):
 def test_the_copies_keep_their_addresses():
     view = torch.zeros(4, 4)[1:3]
     snapshot = Snapshot([view])
+    assert snapshot.method == "foreach"
     snapshot.save()
-    (address,) = (t.data_ptr() for t in snapshot.saved)
+    (address,) = (t.data_ptr() for t in snapshot._copies.saved)
     view.fill_(1)
     snapshot.save()
-    assert snapshot.saved[0].data_ptr() == address
+    assert snapshot._copies.saved[0].data_ptr() == address
     view.fill_(2)
     snapshot.restore()
     assert (view == 1).all()
@@ -108,3 +129,32 @@ def test_every_kind_of_bytes_comes_back():
             mask = torch.zeros_like(data, dtype=torch.bool)
             mask[(3, 5), : cache.element_size()] = True
         assert torch.equal(data, torch.where(mask, 0xFF, old))
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 90)), max_size=8), st.integers(1, 40))
+def test_cut_runs_are_the_same_bytes_in_order_and_none_is_longer(gaps, longest):
+    intervals, cursor = [], 0
+    for gap, length in gaps:
+        intervals.append((cursor + gap, cursor + gap + length))
+        cursor += gap + length + 1
+    cut = cut_runs(np.array(intervals, np.int64).reshape(-1, 2), longest).tolist()
+    assert [i for b, e in cut for i in range(b, e)] == [i for b, e in intervals for i in range(b, e)]
+    assert all(0 < e - b <= longest for b, e in cut)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 8, 2, 1])
+def test_the_kernel_copies_every_byte_at_every_alignment(offset):
+    buffer = torch.randint(0, 256, (300_000,), dtype=torch.uint8, device="cuda")
+    views = [buffer.as_strided((5, 8200), (20_000, 1), offset), buffer[150_000 + offset : 290_000 + offset]]
+    before = buffer.clone()
+    snapshot = Snapshot(views)
+    assert snapshot.method == "triton"
+    snapshot.save()
+    buffer.random_(0, 256)
+    other = buffer.clone()
+    snapshot.restore()
+    mask = torch.zeros_like(buffer, dtype=torch.bool)
+    mask.as_strided((5, 8200), (20_000, 1), offset).fill_(True)
+    mask[150_000 + offset : 290_000 + offset] = True
+    assert torch.equal(buffer, torch.where(mask, before, other))

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,9 @@ def engine_arguments(
         arguments |= {"enforce_eager": True, "async_scheduling": False}
     else:
         arguments |= {"distributed_executor_backend": "external_launcher", "gpu_memory_utilization": 0.85}
+        if not find_spec("flashinfer"):
+            # vLLM's default prefill of gated delta nets needs it.
+            arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     return arguments | dict(overrides)
 
 

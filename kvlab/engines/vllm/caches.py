@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvlab.errors import GeometryError
 from kvlab.kv.detect import format_of
 from kvlab.kv.formats import DeepseekV4Format, Format, IndexerFormat
 from kvlab.kv.views import iter_tensors
@@ -25,8 +26,20 @@ def layer_caches(runner: Any) -> dict[str, Any]:
 
 
 def attention_groups(runner: Any, caches: Mapping[str, Any]) -> list[Any]:
-    """The runner's attention groups, one list for all KV cache groups; only layers that have a cache."""
-    return [_Group(group, caches) for groups in runner.attn_groups for group in groups]
+    """The runner's attention groups, one list for all KV cache groups; only layers that have a cache.
+
+    Raises:
+        GeometryError: for a layer with a cache of its own that no attention group speaks for.
+    """
+    groups = [_Group(group, caches) for groups in runner.attn_groups for group in groups]
+    spoken_for = {name for group in groups for name in group.layer_names}
+    for group_id, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        if silent := [name for name in group.layer_names if name in caches and name not in spoken_for]:
+            raise GeometryError(
+                f"layer {silent[0]!r} of KV cache group {group_id} ({type(group.kv_cache_spec).__name__}) has a cache but"
+                " no attention group: kvlab cannot tell which of its blocks a step writes"
+            )
+    return groups
 
 
 class _Group:

@@ -71,7 +71,7 @@ class CaughtForward:
                     for i, req_id in enumerate(batch.req_ids)
                 }
             )
-            self._write_input_ids(batch.req_ids, inputs["input_ids"])
+            self._write_input_ids(batch.req_ids, inputs.get("input_ids"))
             self._call = _repeatable(model_forward, inputs)
             return self._call()
 
