@@ -67,9 +67,7 @@ def plot_gaps(verdicts: pd.DataFrame, *, title: str | None = None) -> tuple[Figu
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_xlabel("time under random KV against zero KV (gap, 90 % interval)")
     ax.set_title(title or _title(rows), loc="left", fontsize=10, color=INK)
-    ax.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.32 if len(rows) < 3 else -0.16), ncols=2, frameon=False, fontsize=8
-    )
+    fig.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     _plain(ax)
     return fig, ax
 

@@ -22,6 +22,7 @@ from kvlab.kv.extents import StorageExtent, storage_extents
 from kvlab.kv.formats import RawFormat
 from kvlab.kv.specs import is_recurrent
 from kvlab.kv.views import LayerTensor, layer_tensors, owned_block_ranges, owned_kv_views
+from kvlab.measure.timer import relative_rms
 
 # 0xFF is NaN in every float format, and as a scale in every packed one; 0x3C is a small finite number in all of them.
 _NAN, _FINITE = 0xFF, 0x3C
@@ -69,8 +70,8 @@ def verify(
 
     Args:
         engine: any engine; its caches are copied once, so as much memory again must be free.
-        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs bit for bit, where
-            three times the caches' memory is free.
+        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs, where three
+            times the caches' memory is free.
 
     Raises:
         KvlabError: for a case that the engine does not admit.
@@ -139,8 +140,8 @@ def reads_unwritten(step: Step, seed: int = 0) -> str:
     """What the output owes to bytes that hold no token of the case: `no`, `masked` or `yes`.
 
     Readable are the slots of the first `kv_len` tokens of each request, whole recurrent states, and the null block.
-    All other bytes are overwritten with NaNs, and where that shows, with finite values: a kernel that reads whole
-    pages and gives the rest no weight turns a NaN into NaN, and a number into nothing.
+    All other bytes are overwritten with NaNs, and where the output moves by more than it does by itself, with finite
+    values: a kernel that reads whole pages and gives the rest no weight turns a NaN into NaN, a number into nothing.
     """
     engine = step.engine
     layers = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
@@ -153,6 +154,12 @@ def reads_unwritten(step: Step, seed: int = 0) -> str:
     step.fill("random", seed)
     clean = step.forward().clone()
     step.restore()
+    # A forward that does not repeat itself (atomics, a scheduler of its own) is held to its own distance instead.
+    repeats = []
+    for _ in range(3):
+        repeats.append(relative_rms(step.forward(), clean))
+        step.restore()
+    allowed = 4 * max(repeats)
     before = {address: extent.storage.clone() for address, extent in caches.items()}
 
     def shows(value: int) -> bool:
@@ -160,7 +167,7 @@ def reads_unwritten(step: Step, seed: int = 0) -> str:
             for address, extent in caches.items():
                 for begin, end in _pieces(extent.storage):
                     extent.storage[begin:end].masked_fill_(~readable[address][begin:end], value)
-            return not torch.equal(clean, step.forward())
+            return not relative_rms(step.forward(), clean) <= allowed
         finally:
             for address, extent in caches.items():
                 extent.storage.copy_(before[address])

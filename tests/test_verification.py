@@ -95,3 +95,10 @@ def test_the_probe_puts_back_what_it_poisoned(hand_engine):
     reads_unwritten(step, seed=5)
     step.restore()
     assert torch.equal(hand_engine.kv_caches["attn"], before)
+
+
+def test_a_step_that_does_not_repeat_itself_is_held_to_its_own_distance(hand_engine):
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    honest, noise = step.forward, torch.Generator().manual_seed(0)
+    step.forward = lambda: honest() * (1 + 1e-3 * torch.rand(1, 1, generator=noise).sub(0.5).sign())
+    assert reads_unwritten(step) == "no"
