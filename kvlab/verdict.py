@@ -65,6 +65,8 @@ def case_verdict(
     medians = samples.groupby("arm")["us"].median()
     flagged = float(_flagged(samples).mean())
     reasons = list(decision.reasons)
+    if set(samples["routing"]) == {"real"}:
+        reasons.append("MoE routing was real: contents can move the experts too, so the gap is not about KV alone")
     if flagged:
         reasons.append(f"{flagged:.0%} of the samples were throttled or below {CLOCK_FLOOR:.0%} of the highest clock")
     return {

@@ -191,6 +191,8 @@ def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:
         per_kernel_block = view.shape[-2]
         tokens = computed + scheduled - freed * layer.factor * per_kernel_block
         whole, rest = divmod(tokens, per_kernel_block)
+        if rest and not fmt.token_major:  # any byte of the last block may be a token's
+            whole, rest = whole + 1, 0
         for field in fmt.fields(view).values():
             yield field[:whole]
             if rest:

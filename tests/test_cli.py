@@ -1,10 +1,11 @@
 """The command line: exit status, one-line errors, JSON, tables."""
 
 import json
+import re
 
 import pytest
 
-from kvlab.cli import _fraction, exit_status, main
+from kvlab.cli import exit_status, main
 from kvlab.run import open_run
 
 FAST = ["--engine", "reference", "--device", "cpu", "--num-kv-blocks", "64"]
@@ -28,6 +29,17 @@ def test_check_prints_one_object_a_case_and_a_fitting_status(capsys, tmp_path, m
         assert verdict["finite"] == {"zeros": True, "zeros_again": True, "random": True}
     assert status == exit_status(verdicts)
     assert status in (0, 1, 3)
+
+
+def test_the_time_to_the_first_verdict_is_told_in_parts(capsys, tmp_path):
+    out_dir = tmp_path / "run"
+    _, _, err = run(capsys, "check", "tiny-dense", *CHECK, "--case", "d=1@64", "--json", "--out", str(out_dir))
+    told = re.search(r"first verdict: load ([\d.]+) s, warm-up ([\d.]+) s, measure ([\d.]+) s; ([\d.]+) s in all", err)
+    *parts, total = map(float, told.groups())
+    assert sum(parts) == pytest.approx(total, abs=0.2)
+    with open_run(out_dir) as stored:
+        assert stored.provenance["load_s"] > 0
+        assert stored.cases.iloc[0][["warm_up_s", "measure_s"]].gt(0).all()
 
 
 def test_check_leaves_a_table_a_run_and_a_plot(capsys, tmp_path):
@@ -67,6 +79,14 @@ BAD = [
     (["check", "no-such-model", "--case", "a=1@4"], "tiny-dense"),
     (["check", "tiny-dense", "--engine", "abacus", "--case", "a=1@4"], "abacus"),
     (["check", "tiny-dense", "--topk", "8", "--case", "a=1@4"], "topk"),
+    (["check", "tiny-dense", "--routing", "real", "--case", "a=1@4"], "routing is an option of engine 'vllm'"),
+    (["check", "tiny-dense", "--engine-arg", "block_size=16", "--case", "a=1@4"], "--engine-arg is an option of"),
+    (["check", "qwen3-tiny", "--case", "a=1@4"], "is for engine 'vllm'"),
+    (["check", "qwen3-tiny", "--engine", "vllm", "--device", "cpu", "--case", "a=1@4"], "option of engine 'reference'"),
+    (["check", "qwen3-tiny", "--engine", "vllm", "--topk", "8", "--case", "a=1@4"], "has no index_topk"),
+    (["check", "qwen3-tiny", "--engine", "vllm", "--case", "a=1@99999"], "the model takes 32768"),
+    (["check", "qwen9", "--engine", "vllm", "--case", "a=1@4"], "no preset and no hub name"),
+    (["check", "qwen3-tiny", "--engine", "vllm", "--hf-overrides", "[1]", "--case", "a=1@4"], "no JSON object"),
     (["verify", "tiny-dense", "--case", "a=1@4:2"], "D=2"),
     (["views", "tiny-dense", "--case", "=1@4"], "no name"),
     (["check"], "MODEL"),
@@ -168,11 +188,9 @@ def test_models_and_doctor(capsys):
     status, out, _ = run(capsys, "models")
     assert status == 0
     assert all(name in out for name in ("tiny-dense", "tiny-swa", "tiny-mla", "tiny-dsa", "tiny-hybrid"))
+    assert "cut: num_hidden_layers 61 -> 6" in out
+    _, out, _ = run(capsys, "models", "--json")
+    assert {json.loads(line)["engine"] for line in out.splitlines()} == {"reference", "vllm"}
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0
     assert {"kvlab", "torch", "python"} <= set(json.loads(out))
-
-
-@pytest.mark.parametrize(("text", "value"), [("0.03", 0.03), ("3%", 0.03), ("0", 0.0), ("0.5%", 0.005)])
-def test_fractions(text, value):
-    assert _fraction(text) == pytest.approx(value)

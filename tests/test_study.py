@@ -215,3 +215,28 @@ def test_too_few_rounds_are_inconclusive_and_plain_json(hand_engine, simulated_c
     assert verdict["verdict"] == "inconclusive"
     assert verdict["rounds"] == rounds
     assert json.loads(json.dumps(verdict, allow_nan=False)) == verdict
+
+
+def test_a_case_that_the_engine_cannot_run_is_invalid_and_the_next_goes_on(hand_engine, simulated_clock, tmp_path):
+    from kvlab.errors import EngineError
+
+    simulated_clock(steady())
+    prepare = hand_engine.prepare
+
+    def fails_on_hits(case, seed=0):
+        if case.phase == "hit":
+            raise EngineError("vLLM failed inside the forward: RuntimeError: no kernel")
+        return prepare(case, seed)
+
+    hand_engine.prepare = fails_on_hits
+    run = check(hand_engine, ("hit=8@40", "decode=2*1@40"), rounds=8, out=tmp_path / "run")
+    assert run.verdicts.set_index("case")["verdict"].to_dict() == {"hit": "invalid", "decode": "equivalent"}
+    assert "no kernel" in " ".join(run.verdict_of("hit", "isolated")["reasons"])
+
+
+def test_real_routing_is_marked(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    hand_engine.routing = "real"
+    run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
+    assert run.samples["routing"].eq("real").all()
+    assert "routing was real" in " ".join(run.verdict_of("d", "isolated")["reasons"])

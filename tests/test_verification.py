@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cases import Case, Request, parse_case
+from kvlab.kv.formats import RawFormat
 from kvlab.verification import reads_unwritten, verify, verify_step
 
 requests = st.tuples(st.integers(1, 30), st.integers(0, 90), st.booleans()).map(
@@ -84,6 +85,23 @@ def test_reads_that_are_given_no_weight_are_told_apart(hand_engine):
 
     step.forward = masked
     assert reads_unwritten(step) == "masked"
+
+
+def test_in_a_block_of_a_kernel_s_own_order_any_byte_may_be_a_token_s(hand_engine):
+    """vLLM's CPU attention keeps K transposed: the tail of the last block is no tail of its tokens."""
+    hand_engine.formats = {"attn": RawFormat(torch.bfloat16, token_major=False)}
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    honest = step.forward
+    _, end = step.batch.group_block_ranges[0][0]
+
+    def reading(block):
+        return lambda: honest() + hand_engine.kv_caches["attn"][block].float().sum()
+
+    step.forward = reading(end - 1)
+    assert reads_unwritten(step) == "no"
+    step.forward = reading(end + 1)
+    assert reads_unwritten(step) == "yes"
+    assert verify_step(step).ok
 
 
 def test_the_probe_puts_back_what_it_poisoned(hand_engine):

@@ -39,6 +39,7 @@ class Engine(ABC):
         dcp_size: decode context parallel ranks.
         lookahead: tokens that a drafter may write beyond the scheduled ones.
         routing: `none` for a model without experts, else `balanced` or `real`.
+        load_s: seconds that loading took; None where it was not timed.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Engine(ABC):
     dcp_size: int = 1
     lookahead: int = 0
     routing: str = "none"
+    load_s: float | None = None
 
     def build(self, case: Case, seed: int = 0) -> Batch:
         """The case's batch over this engine's blocks, tokens drawn from `seed`; touches no memory of the device.

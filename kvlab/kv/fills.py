@@ -233,6 +233,11 @@ def _check_layer(layer: LayerTensor, fmt: Format, fill: Fill) -> None:
         fmt.check(view)
     except FormatError as error:
         raise FormatError(f"layer {layer.layer!r}, shape {tuple(layer.tensor.shape)}: {error}") from None
+    if fill.zero_share and not is_recurrent(layer.spec) and not fmt.token_major:
+        raise FillError(
+            f"layer {layer.layer!r}: its kernel orders a block's values its own way, so {fill} cannot tell which are a"
+            " token's; drop zero_fraction, or use another attention backend"
+        )
     if fill.zero_share and not is_recurrent(layer.spec) and view.dim() < 3:
         raise GeometryError(
             f"layer {layer.layer!r}: shape {tuple(layer.tensor.shape)} has no axis of tokens, but {fill} zeroes some of"

@@ -38,9 +38,12 @@ class Format(ABC):
 
     Attributes:
         name: as kvlab prints it.
+        token_major: whether a token's values lie where the view says. Where not, a kernel orders a block's values its
+            own way (vLLM's CPU attention keeps K transposed), and only whole blocks have an owner.
     """
 
     name: str
+    token_major: bool = True
 
     @abstractmethod
     def width_of(self, last_dim: int) -> int:
@@ -94,8 +97,9 @@ class Format(ABC):
 class RawFormat(Format):
     """Plain floats: bf16, fp16, fp32, fp64."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, token_major: bool = True) -> None:
         self.dtype = dtype
+        self.token_major = token_major
         self.name = str(dtype).removeprefix("torch.")
 
     def width_of(self, last_dim: int) -> int:
@@ -131,11 +135,12 @@ class Fp8Format(Format):
         FormatError: for a scale that is not a positive number.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, scale: float = 1.0) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, scale: float = 1.0, token_major: bool = True) -> None:
         if not 0 < scale < math.inf:
             raise FormatError(f"fp8 format: the tensor's scale is {scale}; give a positive number")
         self.dtype = dtype
         self.scale = scale
+        self.token_major = token_major
         self.name = str(dtype).removeprefix("torch.")
 
     def width_of(self, last_dim: int) -> int:

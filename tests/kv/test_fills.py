@@ -473,6 +473,21 @@ def test_a_cache_without_a_token_axis_takes_no_zero_fraction():
     fill_kv_blocks(caches, groups, batch, 7, "random")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_kernel_with_its_own_order_within_a_block_takes_no_zero_fraction(dtype):
+    """vLLM's CPU attention keeps K transposed: values fill such a block, but no token's can be told."""
+    own_order = (Fp8Format if dtype.itemsize == 1 else RawFormat)(dtype, token_major=False)
+    group = Group(FullAttentionSpec(block_size=16), ["own"])
+    caches, formats = {"own": torch.zeros(7, 2, 16, 8).to(dtype)}, {"own": own_order}
+    batch = lay_out("d=1@40", [group], 7)
+    with pytest.raises(FillError, match=r"layer 'own': .* drop zero_fraction"):
+        fill_kv_blocks(caches, [group], batch, 7, "random(zero_fraction=0.5)", formats=formats)
+    assert not caches["own"].float().any()
+    fill_kv_blocks(caches, [group], batch, 7, "random", formats=formats)
+    assert caches["own"][1:4].float().std() == pytest.approx(1.0, abs=0.2)
+    assert own_order != type(own_order)(dtype)
+
+
 def test_a_batch_of_a_larger_pool_or_a_bad_text_changes_nothing():
     caches, groups, _ = two_layers(FullAttentionSpec(block_size=4), torch.zeros(7, 4, 2))
     large = lay_out("case=1@40", groups, 99)

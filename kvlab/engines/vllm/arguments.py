@@ -6,7 +6,6 @@ one process, no scheduler, no CUDA graphs or compilation of vLLM's own.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.cases import Case
+from kvlab.engines.presets import find_model
 from kvlab.engines.vllm.flavour import Flavour
-from kvlab.errors import EngineError
 
 # A prefix hit may recompute a window more than its query; no window of a supported model is longer.
 _REPLAY_ROOM = 1024
 _LEAST_BATCHED_TOKENS = 8192
+# The runner keeps room for the tokens that a request might still generate.
+_CONTEXT_ROOM = 16
 
 
 def set_environment(flavour: Flavour, model: str) -> None:
@@ -28,7 +29,9 @@ def set_environment(flavour: Flavour, model: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if flavour.runner == "v2" else "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Standard output is for results; what is an error to kvlab is raised, not logged.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # Each case's first forward compiles exactly the shapes it needs.
     os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     if Path(model).is_dir():
@@ -53,8 +56,9 @@ def engine_arguments(
         overrides: any further `EngineArgs` fields, which win.
 
     Raises:
-        EngineError: for a folder without a `config.json`.
+        EngineError: for a model without a readable configuration.
     """
+    source = find_model(model).overridden(overrides.get("hf_overrides"))
     arguments: dict[str, Any] = {
         "model": model,
         "load_format": "dummy",
@@ -67,8 +71,9 @@ def engine_arguments(
         ),
     }
     if cases:
-        arguments["max_model_len"] = max(r.kv_len for case in cases for r in case.requests) + 16
-    if _is_multimodal(model):
+        longest = max(r.kv_len for case in cases for r in case.requests) + _CONTEXT_ROOM
+        arguments["max_model_len"] = min(longest, source.longest_context or longest)
+    if "vision_config" in source.config:
         arguments["limit_mm_per_prompt"] = {"image": 0}
     if flavour.device == "cpu":
         arguments |= {"enforce_eager": True, "async_scheduling": False}
@@ -78,15 +83,3 @@ def engine_arguments(
             # vLLM's default prefill of gated delta nets needs it.
             arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     return arguments | dict(overrides)
-
-
-def _is_multimodal(model: str) -> bool:
-    if not Path(model).is_dir():
-        return False
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise EngineError(f"model {model!r}: no config.json in this folder; give a folder that has one")
-    try:
-        return "vision_config" in json.loads(path.read_text())
-    except ValueError as error:
-        raise EngineError(f"model {model!r}: config.json: {error}") from None

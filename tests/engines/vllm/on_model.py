@@ -1,0 +1,122 @@
+"""Run in a process of its own: load a preset in vLLM, put it to every question, print the answers as one JSON object.
+
+vLLM loads one model a process reliably, and a load takes 15 seconds, so one process answers all tests of a model.
+"""
+
+import json
+import sys
+
+import torch
+
+from kvlab.cases import parse_case
+from kvlab.engines.load import load_engine
+from kvlab.kv.detect import format_of
+from kvlab.kv.fills import fill_kv_blocks
+from kvlab.kv.formats import RawFormat
+from kvlab.kv.specs import is_recurrent
+from kvlab.kv.views import layer_tensors, owned_kv_views
+from kvlab.study import check
+from kvlab.verification import verify
+
+# Longer than a block, so that windows free one, and no multiple of it, so that the last page has a tail.
+CASES = ["decode=2*1@300", "hit=16@150", "prefill=40", "chunk=16@150c", "mix=24,2*1@140,8@70,8@60c"]
+
+
+def main(model, out):
+    cases = [parse_case(text) for text in CASES]
+    engine = load_engine(model, "vllm", cases=cases, num_kv_blocks=64, seed=1)
+    answers = {
+        "routing": engine.routing,
+        "specs": sorted({type(group.kv_cache_spec).__name__ for group in engine.attn_groups}),
+        "backends": sorted({group.backend for group in engine.attn_groups}),
+        "formats": sorted({fmt.name for fmt in engine.formats.values()}),
+        "token_major": all(fmt.token_major for fmt in engine.formats.values()),
+        "verify": [result.as_dict() for result in verify(engine, cases, seed=1)],
+    }
+    for name, ask in (("repeats", repeats), ("strays", strays), ("values", values), ("poisoned", poisoned)):
+        step = engine.prepare(cases[-1], seed=1)
+        answers[name] = ask(step)
+        step.close()
+    with check(engine, cases, rounds=6, replays=1, out=out, seed=1) as run:
+        answers["verdicts"] = [run.verdict_of(case.name, "isolated") for case in cases]
+        answers["rows"] = run.samples.groupby("arm").size().to_dict()
+        answers["facts"] = json.loads(run.cases.to_json(orient="records"))
+        answers["provenance"] = run.provenance
+    engine.close()
+    print(json.dumps(answers, default=str))
+
+
+def repeats(step):
+    """Whether the same step from the same contents gives the same bits."""
+    step.fill("random", 3)
+    outputs = []
+    for _ in range(3):
+        step.restore()
+        outputs.append(step.forward().clone())
+    return all(torch.equal(outputs[0], output) for output in outputs[1:])
+
+
+def strays(step):
+    """Blocks outside a fill whose bytes it changed, filling the attention groups alone, then the states alone."""
+    engine, batch = step.engine, step.batch
+    layers = _layers(engine)
+    found = []
+    for states in (False, True):
+        groups = [group for group in engine.attn_groups if is_recurrent(group.kv_cache_spec) == states]
+        owned = {
+            block
+            for group in groups
+            for begin, end in batch.group_block_ranges[group.kv_cache_group_id]
+            for block in range(begin, end)
+        }
+        step.fill("random", 4)
+        before = [layer.tensor.clone() for layer in layers]
+        generator = torch.Generator().manual_seed(5)
+        fill_kv_blocks(engine.kv_caches, groups, batch, engine.num_blocks, "random", generator, formats=engine.formats)
+        for layer, old in zip(layers, before, strict=True):
+            changed = {
+                block
+                for block in range(engine.num_blocks)
+                if not torch.equal(
+                    layer.blocks(block, block + 1).contiguous().view(torch.uint8),
+                    old.narrow(layer.dim, block * layer.factor, layer.factor).contiguous().view(torch.uint8),
+                )
+            }
+            if is_recurrent(layer.spec) == states and not changed & owned:
+                found.append(f"{layer.layer}: nothing was filled")
+            found += [f"{layer.layer}: block {block}" for block in sorted(changed - owned)]
+    return found
+
+
+def values(step):
+    """What random contents decode to, layer by layer: the largest magnitude, and whether all are finite."""
+    step.fill("random", 6)
+    engine = step.engine
+    found = {}
+    for layer in _layers(engine):
+        fmt = engine.formats.get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer)
+        assert isinstance(fmt, RawFormat), fmt  # no CPU format has scales; one that has would be asked for them here
+        decoded = torch.cat([fmt.decode(view).flatten() for view in owned_kv_views(layer, step.batch)])
+        kind = "state" if is_recurrent(layer.spec) else "attention"
+        least, most, finite = found.get(kind, (9.0, 0.0, True))
+        spread = float(decoded.std())
+        found[kind] = (min(least, spread), max(most, spread), finite and bool(decoded.isfinite().all()))
+    return found
+
+
+def poisoned(step):
+    """Where the step first shows NaNs that stand in the first layer's cache of a request."""
+    step.fill("random", 7)
+    clean = step.first_nonfinite()
+    layer = _layers(step.engine)[0]
+    owned_kv_views(layer, step.batch)[1].view(torch.uint8).fill_(0xFF)
+    step.save()
+    return {"clean": clean, "cache": layer.layer, "found": step.first_nonfinite()}
+
+
+def _layers(engine):
+    return layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
