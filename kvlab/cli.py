@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -21,6 +22,10 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (0 equivalent, 1 different, 2 bad input, 3 inconclusive or invalid)."""
     begin = time.perf_counter()
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks must not cost the run's output.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     commands = {"check": _check, "verify": _verify, "views": _views, "models": _models, "doctor": _doctor}
     args = make_parser(commands).parse_args(argv)
     args.begin = begin
@@ -129,8 +134,8 @@ def _verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
         {
             "case": v["case"],
             "phase": v["phase"],
-            "zeros µs": "-" if not v["median_us"] else f"{v['median_us']['zeros']:.1f}",
-            f"{v['arm']} µs": "-" if not v["median_us"] else f"{v['median_us'][v['arm']]:.1f}",
+            "zeros us": "-" if not v["median_us"] else f"{v['median_us']['zeros']:.1f}",
+            f"{v['arm']} us": "-" if not v["median_us"] else f"{v['median_us'][v['arm']]:.1f}",
             "gap": percent(v["gap"]),
             "90 % interval": interval(v["ci90"]),
             "A/A 90 %": interval(v["aa"]["ci90"]),

@@ -194,3 +194,19 @@ def test_models_and_doctor(capsys):
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0
     assert {"kvlab", "torch", "python"} <= set(json.loads(out))
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_no_terminal_encoding_costs_the_output(tmp_path, locale):
+    import os
+    import subprocess
+    import sys
+
+    argv = ["check", "tiny-dense", *CHECK, "--case", "µ=1@64", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvlab.cli", *argv],
+        env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+    )
+    assert done.returncode in (0, 1, 3), done.stderr
+    assert b"zeros us" in done.stdout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvlab.engines.vllm.flavour import Flavour
 # A prefix hit may recompute a window more than its query; no window of a supported model is longer.
 _REPLAY_ROOM = 1024
 _LEAST_BATCHED_TOKENS = 8192
-# The runner keeps room for the tokens that a request might still generate.
+# Behind the longest request, for what a drafter writes.
 _CONTEXT_ROOM = 16
 
 
@@ -32,6 +33,7 @@ def set_environment(flavour: Flavour, model: str) -> None:
     # Standard output is for results; what is an error to kvlab is raised, not logged.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     # Each case's first forward compiles exactly the shapes it needs.
     os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     if Path(model).is_dir():

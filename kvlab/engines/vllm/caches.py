@@ -17,6 +17,9 @@ from kvlab.kv.detect import format_of
 from kvlab.kv.formats import DeepseekV4Format, Format, IndexerFormat
 from kvlab.kv.views import iter_tensors
 
+# Backends that order a block's values their own way: the CPU's keeps all K of a block, transposed, before all V.
+_OWN_ORDER = ("CPUAttentionBackend",)
+
 
 def layer_caches(runner: Any) -> dict[str, Any]:
     """Layer name -> tensor or nest of tensors; layers without a cache are left out."""
@@ -77,4 +80,7 @@ def _format(group: Any, tensor: torch.Tensor, name: str, cache_dtype: str) -> Fo
         packed = getattr(spec, "state_content_bytes", None) or tensor.shape[-1]
         if getattr(spec, "model_version", None) == "deepseek_v4" and packed == DeepseekV4Format.num_bytes:
             return DeepseekV4Format()
-    return format_of(spec, tensor, name, cache_dtype)
+    found = format_of(spec, tensor, name, cache_dtype)
+    if group.backend in _OWN_ORDER:
+        found.token_major = False
+    return found

@@ -49,6 +49,8 @@ class VllmEngine(Engine):
         self.attn_groups = attention_groups(self.runner, self.kv_caches)
         cache_dtype = self.runner.cache_config.cache_dtype
         self.formats = layer_formats(self.attn_groups, self.kv_caches, cache_dtype)
+        # `create_kv_cache_views` (`vllm/v1/kv_cache_interface.py`) gives every layer blocks first, whatever the strides.
+        self.block_dims = dict.fromkeys(self.kv_caches, 0)
         self.routing = Routing.resolve(routing, self.runner.model, flavour, arguments["load_format"] == "dummy")
 
     def prepare(self, case: Case, seed: int = 0) -> VllmStep:
@@ -79,6 +81,9 @@ class VllmEngine(Engine):
                 ],
                 "formats": sorted({fmt.name for fmt in self.formats.values()}),
                 "backends": sorted({group.backend for group in self.attn_groups}),
+                # Another top-k, depth or weights is another study, which must not be resumed as this one.
+                "hf_overrides": self.arguments.get("hf_overrides"),
+                "load_format": self.arguments["load_format"],
             },
             "runner": f"{self.flavour.distribution} {self.flavour.runner}",
             "engine_arguments": {key: value for key, value in self.arguments.items() if key != "model"},
@@ -100,7 +105,7 @@ class VllmStep(Step):
 
     def __init__(self, engine: VllmEngine, case: Case, batch: Batch, seed: int) -> None:
         super().__init__(engine, case, batch)
-        zero_kv_blocks(engine.kv_caches, engine.attn_groups, batch, engine.num_blocks)
+        zero_kv_blocks(engine.kv_caches, engine.attn_groups, batch, engine.num_blocks, block_dims=engine.block_dims)
         self._routing = install_routing(engine.runner, engine.routing, batch.num_tokens, seed)
         try:
             self._forward = CaughtForward(engine.runner, batch, engine.flavour)
@@ -187,5 +192,8 @@ def load_vllm(
 
 
 def _last_line(error: BaseException) -> str:
+    """An exception as one line: pydantic's say what is wrong in their second and third."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if hasattr(error, "errors") and len(lines) > 2:
+        lines = [f"{lines[1]}: {lines[2].partition(' [type=')[0]}"]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
