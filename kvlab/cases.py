@@ -111,6 +111,8 @@ class Case:
             raise CaseError(f"case {str(self)!r} has no name; write NAME={_GRAMMAR}")
         if "=" in self.name:
             raise CaseError(f"case {self.name!r}: a name holds no '='; write NAME={_GRAMMAR}")
+        if not self.name.isprintable():
+            raise CaseError(f"case {self.name!r}: its name has characters that cannot be printed; use plain text")
         if not self.requests:
             raise CaseError(f"case {self.name!r} has no requests; write {self.name}={_GRAMMAR},...")
 

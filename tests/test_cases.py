@@ -28,7 +28,7 @@ def requests(draw, max_kv=LONG):
     return Request(query, prefix + query, chunked=kind == "chunk" and prefix > 0 and query > 1)
 
 
-NAMES = st.text(min_size=1, max_size=12).filter(lambda name: name.strip() and "=" not in name)
+NAMES = st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and name.strip() and "=" not in name)
 CASES = st.builds(
     lambda name, runs: Case(name, tuple(request for request, n in runs for _ in range(n))),
     NAMES,
@@ -324,3 +324,10 @@ def test_a_request_longer_than_the_model_is_refused_by_name_and_length():
         jitter_kv_lens(parse_case("long=1@8,1@200"), 0.1, 100, 0)
     message = one_line(error)
     assert all(part in message for part in ("'long'", "1@200", "200", "100"))
+
+
+@pytest.mark.parametrize("name", ["a\udcc2b", "a\nb", "a\x00"])
+def test_a_name_that_cannot_be_printed_is_refused(name):
+    with pytest.raises(CaseError, match="cannot be printed") as caught:
+        parse_case(f"{name}=1@64")
+    assert "\n" not in str(caught.value)

