@@ -14,16 +14,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from runs import PROVENANCE, STUDY, add_case, rows
 
 from kvlab import database
 from kvlab.errors import RunError
 from kvlab.run import Run, open_run
 
+from handmade_runs import PROVENANCE, STUDY, add_case, rows
+
 WRITER = """
 import itertools, sys, time
 sys.path.insert(0, {tests!r})
-from runs import PROVENANCE, STUDY, add_case, rows
+from handmade_runs import PROVENANCE, STUDY, add_case, rows
 from kvlab.run import Run
 run = Run.create({folder!r}, STUDY, PROVENANCE)
 add_case(run)

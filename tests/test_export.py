@@ -6,11 +6,12 @@ import json
 
 import pandas as pd
 import pytest
-from runs import PROVENANCE, STUDY, add_case, rows, verdict
 
 from kvlab.errors import RunError
 from kvlab.run import Run, open_run
 from kvlab.tables import TABLES
+
+from handmade_runs import PROVENANCE, STUDY, add_case, rows, verdict
 
 
 @pytest.fixture

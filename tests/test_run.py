@@ -13,11 +13,12 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import ARMS, PROVENANCE, STUDY, add_case, drawn_rows, rows, verdict
 
 from kvlab.errors import RunError
 from kvlab.run import Run, open_run
 from kvlab.tables import IDENTITY, TABLES
+
+from handmade_runs import ARMS, PROVENANCE, STUDY, add_case, drawn_rows, rows, verdict
 
 
 @pytest.fixture

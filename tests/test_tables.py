@@ -6,11 +6,12 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import PROVENANCE, STUDY, add_case, rows, verdict
 
 from kvlab.errors import RunError
 from kvlab.run import Run, concat
 from kvlab.tables import IDENTITY, TABLES, flatten, frame
+
+from handmade_runs import PROVENANCE, STUDY, add_case, rows, verdict
 
 WHO = dict.fromkeys(IDENTITY, "x") | {"seed": 0}
 scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text()

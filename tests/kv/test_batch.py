@@ -12,6 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvlab.cases import Case, Request, jitter_kv_lens, parse_case
+from kvlab.errors import CapacityError
+from kvlab.kv.batch import build_batch, count_blocks
+from kvlab.kv.views import touched_block_ranges
+
 from standins import (
     KINDS,
     CircularBufferSpec,
@@ -25,11 +31,6 @@ from standins import (
     is_state,
     specs,
 )
-
-from kvlab.cases import Case, Request, jitter_kv_lens, parse_case
-from kvlab.errors import CapacityError
-from kvlab.kv.batch import build_batch, count_blocks
-from kvlab.kv.views import touched_block_ranges
 
 TOOLS = Path(__file__).parents[2] / "tools"
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_33_batches.json").read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ import enum
 
 import pytest
 import torch
-from standins import CircularBufferSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 from kvlab.errors import FormatError
 from kvlab.kv.detect import FP8_DTYPES, RAW_DTYPES, format_of
@@ -18,6 +17,8 @@ from kvlab.kv.formats import (
     PerTokenHeadFormat,
     RawFormat,
 )
+
+from standins import CircularBufferSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 
 class KVQuantMode(enum.IntEnum):

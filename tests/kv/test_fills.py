@@ -9,6 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvlab.cases import parse_case
+from kvlab.errors import FillError, FormatError, GeometryError, KvlabError
+from kvlab.kv import fills
+from kvlab.kv.batch import build_batch
+from kvlab.kv.detect import format_of
+from kvlab.kv.fills import FILLS, Constant, Random, Zeros, fill_kv_blocks, parse_fill, zero_kv_blocks
+from kvlab.kv.formats import Fp8Format, IndexerFormat, RawFormat
+from kvlab.kv.views import layer_tensors
+
 from standins import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -20,15 +30,6 @@ from standins import (
     tensors_of,
     worlds,
 )
-
-from kvlab.cases import parse_case
-from kvlab.errors import FillError, FormatError, GeometryError, KvlabError
-from kvlab.kv import fills
-from kvlab.kv.batch import build_batch
-from kvlab.kv.detect import format_of
-from kvlab.kv.fills import FILLS, Constant, Random, Zeros, fill_kv_blocks, parse_fill, zero_kv_blocks
-from kvlab.kv.formats import Fp8Format, IndexerFormat, RawFormat
-from kvlab.kv.views import layer_tensors
 
 GUARD = 0xA5
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from standins import tensors_of, worlds
 
 from kvlab.kv.snapshot import Snapshot, cut_runs, distinct_views
 from kvlab.kv.views import touched_kv_views
+
+from standins import tensors_of, worlds
 
 
 def all_bytes(world):

@@ -9,16 +9,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standins import (
-    KINDS,
-    CircularBufferSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-    specs,
-)
 
 from kvlab.errors import GeometryError
 from kvlab.kv.specs import (
@@ -31,6 +21,17 @@ from kvlab.kv.specs import (
     representative_spec,
     states_per_block,
     tokens_per_block,
+)
+
+from standins import (
+    KINDS,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    specs,
 )
 
 

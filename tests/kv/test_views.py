@@ -7,17 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standins import (
-    CircularBufferSpec,
-    FullAttentionSpec,
-    Group,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-    cases,
-    is_state,
-    tensors_of,
-    worlds,
-)
 
 from kvlab.cases import parse_case
 from kvlab.errors import GeometryError
@@ -29,6 +18,18 @@ from kvlab.kv.views import (
     owned_kv_views,
     touched_block_ranges,
     touched_kv_views,
+)
+
+from standins import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    Group,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    cases,
+    is_state,
+    tensors_of,
+    worlds,
 )
 
 
