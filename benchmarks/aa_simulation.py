@@ -24,12 +24,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from kvlab.estimates import round_ratios
 from kvlab.intervals import bootstrap_interval
+from kvlab.pilot import PILOT_ROUNDS, plan_rounds
 from kvlab.stats import decide, judge
 
 ARMS = ("zeros", "zeros_again", "random")
 MARGIN = 0.03
 REPLAYS = 5
+# The budget of a planned study, in rounds: 60 s of the half second that a round of a 30 ms step takes.
+SECONDS_PER_ROUND, MOST_ROUNDS = 0.5, 120
 Floats = NDArray[np.float64]
 
 
@@ -97,9 +101,18 @@ def replay_t(samples: pd.DataFrame) -> bool:
     return bool(abs(a.mean() - b.mean()) > 1.645 * math.sqrt(a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b)))
 
 
-def row(name: str, rounds: int, checks: int) -> dict[str, object]:
-    """One line of the table, in per cent of the checks."""
-    tables = simulate(CLOCKS[name], rounds, checks, seed=rounds)
+def planned(samples: pd.DataFrame) -> pd.DataFrame:
+    """As many of the rounds as the pilot plans, as a study without `--rounds` does."""
+    pilot = samples[samples["round"] < PILOT_ROUNDS]
+    plan = plan_rounds(round_ratios(pilot, "zeros_again"), SECONDS_PER_ROUND, MARGIN, SECONDS_PER_ROUND * MOST_ROUNDS)
+    return samples[samples["round"] < plan.rounds]
+
+
+def row(name: str, rounds: int | None, checks: int) -> dict[str, object]:
+    """One line of the table, in per cent of the checks; the pilot decides where `rounds` is None."""
+    tables = simulate(CLOCKS[name], rounds or MOST_ROUNDS, checks, seed=rounds or 1)
+    if rounds is None:
+        tables = [planned(samples) for samples in tables]
     decisions = [decide(samples, margin=MARGIN) for samples in tables]
     shift = math.log1p(2 * MARGIN)
     planted = []
@@ -121,7 +134,8 @@ def row(name: str, rounds: int, checks: int) -> dict[str, object]:
     }
     width = float(np.median([d.gap.half_width for d in decisions]))
     numbers = {k: f"{100 * np.mean(v):.1f}" for k, v in shares.items()}
-    return {"clock": name, "rounds": rounds, **numbers, "half-width": f"{100 * width:.2f}"}
+    median = f"{np.median([d.gap.n for d in decisions]):.0f} planned" if rounds is None else f"{rounds} given"
+    return {"clock": name, "rounds": median, **numbers, "half-width": f"{100 * width:.2f}"}
 
 
 def coverage(rounds: int, data_sets: int) -> dict[str, object]:
@@ -150,8 +164,8 @@ def main() -> None:
     if args.coverage:
         table = [coverage(rounds, 2000) for rounds in (8, 12, 16, 20, 40, 60)]
     else:
-        table = [row(name, 20, args.checks) for name in CLOCKS]
-        table += [row("all of these", rounds, args.checks) for rounds in (12, 40)]
+        table = [row(name, None, args.checks) for name in CLOCKS]
+        table += [row("all of these", rounds, args.checks) for rounds in (12, 20, 40)]
     print(pd.DataFrame(table).to_string(index=False))
 
 

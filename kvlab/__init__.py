@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from kvlab.engines.base import Engine, Step
     from kvlab.engines.load import load_engine
     from kvlab.errors import KvlabError
+    from kvlab.grid import sweep
     from kvlab.kv.batch import Batch, build_batch
     from kvlab.kv.fills import Fill, fill_kv_blocks, parse_fill, zero_kv_blocks
     from kvlab.kv.views import touched_block_ranges, touched_kv_views
     from kvlab.run import Run, concat, open_run
     from kvlab.study import check
-    from kvlab.touched import touched_table
+    from kvlab.touched import touched_blocks, touched_table
     from kvlab.verification import verify
 
 __version__ = "0.1.0"
@@ -42,7 +43,9 @@ __all__ = [
     "open_run",
     "parse_case",
     "parse_fill",
+    "sweep",
     "touched_block_ranges",
+    "touched_blocks",
     "touched_kv_views",
     "touched_table",
     "verify",
@@ -59,7 +62,8 @@ _HOMES = {
     "kvlab.kv.views": ("touched_block_ranges", "touched_kv_views"),
     "kvlab.run": ("Run", "concat", "open_run"),
     "kvlab.study": ("check",),
-    "kvlab.touched": ("touched_table",),
+    "kvlab.grid": ("sweep",),
+    "kvlab.touched": ("touched_blocks", "touched_table"),
     "kvlab.verification": ("verify",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

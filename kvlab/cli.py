@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvlab.cases import Case, jitter_kv_lens, load_cases, parse_case
 from kvlab.errors import CaseError, KvlabError
-from kvlab.options import BAD_INPUT, engine_options, make_parser
+from kvlab.options import BAD_INPUT, engine_options, make_parser, study_options, sweep_axes
+
+if TYPE_CHECKING:
+    from kvlab.run import Run
 
 OK, DIFFERENT, UNDECIDED = 0, 1, 3  # BAD_INPUT is 2
 INTERRUPTED = 130
@@ -26,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A name that the terminal's encoding lacks must not cost the run's output.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    commands = {"check": _check, "verify": _verify, "views": _views, "models": _models, "doctor": _doctor}
+    commands = {
+        **{"check": _check, "sweep": _sweep, "verify": _verify, "views": _views, "report": _report},
+        **{"models": _models, "doctor": _doctor},
+    }
     args = make_parser(commands).parse_args(argv)
     args.begin = begin
     try:
@@ -69,38 +76,75 @@ def _loaded(args: argparse.Namespace) -> Iterator[tuple[Any, list[Case]]]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from kvlab.plan import Plan
+    from kvlab.progress import Bar
     from kvlab.study import check, default_folder
 
-    arms = args.arm or ["random"]
-    how = {name: getattr(args, name) for name in ("margin", "mode", "rounds", "replays", "seed")}
-    Plan.of(arms, **how, discard=0)  # a slip in these should not cost a load
+    arms, how = args.arm or ["random"], study_options(args)
+    Plan.of(arms, **how)  # a slip in these should not cost a load
     with _loaded(args) as (engine, cases):
         args.out = args.out or str(default_folder(engine))
-        with tqdm(total=args.rounds * len(cases), unit="round", disable=args.no_progress or None) as bar:
-
-            def progress(name: str, done: int, rounds: int) -> None:
-                bar.set_description(name, refresh=False)
-                bar.update(1)
-
-            run = check(engine, cases, arms=arms, **how, out=args.out, progress=progress)
+        with Bar(args.no_progress) as bar:
+            run = check(engine, cases, arms=arms, **how, out=args.out, progress=bar)
     with run:
         _say_where_the_time_went(run.cases, args.loaded - args.begin)
-        found = [run.verdict_of(case.name, args.mode) for case in cases]
-        verdicts = [verdict for verdict in found if verdict is not None]
-        if not args.no_plot:
-            from kvlab.plots import plot_gaps
+        modes = list(dict.fromkeys(run.verdicts["mode"]))
+        return _show(args, run, [(case.name, mode) for case in cases for mode in modes])
 
-            plot_gaps(run.verdicts)[0].savefig(run.path / "gaps.png", dpi=150)
-        if args.json:
-            for verdict in verdicts:
-                print(json.dumps(verdict))
-        else:
-            print(_verdict_table(verdicts))
-            print(f"run: {run.path}" + ("" if args.no_plot else f"   plot: {run.path / 'gaps.png'}"))
+
+def _sweep(args: argparse.Namespace) -> int:
+    from kvlab.engines.load import load_engine
+    from kvlab.grid import Grid, sweep
+    from kvlab.plan import Plan
+    from kvlab.progress import Bar
+
+    axes, how = sweep_axes(args), study_options(args)
+    grid = Grid(**axes)
+    cases = grid.cases()
+    Plan.of([*(args.arm or ["random"]), *grid.arms], **how)
+    options = engine_options(args)
+    if args.engine == "vllm":
+        options["cases"] = cases
+
+    def load(topk: int | None) -> Any:
+        return load_engine(args.model, args.engine, **options, **({} if topk is None else {"topk": topk}))
+
+    args.out = args.out or f"runs/{Path(args.model).name}-{args.engine}-sweep"
+    with Bar(args.no_progress) as bar:
+        run = sweep(load, **axes, arms=args.arm or ["random"], **how, out=args.out, progress=bar)
+    with run:
+        found = run.verdicts
+        return _show(args, run, list(zip(found["case"], found["mode"], strict=True)))
+
+
+def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]]) -> int:
+    """Print the verdicts of some cases and modes, draw their plot; the exit status that follows from them."""
+    found = [run.verdict_of(*each) for each in wanted]
+    verdicts = [verdict for verdict in found if verdict is not None]
+    if not args.no_plot:
+        from kvlab.plots import plot_gaps
+
+        plot_gaps(run.verdicts)[0].savefig(run.path / "gaps.png", dpi=150)
+    if args.json:
+        for verdict in verdicts:
+            print(json.dumps(verdict))
+    else:
+        from kvlab.verdict_table import explanation, verdict_table
+
+        print(verdict_table(verdicts))
+        for verdict in verdicts:
+            if "cause" in verdict:
+                here = (run.kernels["case"] == verdict["case"]) & (run.kernels["mode"] == verdict["mode"])
+                print(f"\n{explanation(verdict, run.kernels[here])}")
+        print(f"run: {run.path}" + ("" if args.no_plot else f"   plot: {run.path / 'gaps.png'}"))
     return exit_status(verdicts)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from kvlab.report import write_report
+
+    print(write_report(args.runs, args.out, title=args.title))
+    return OK
 
 
 def _say_where_the_time_went(cases: Any, load: float) -> None:
@@ -119,35 +163,6 @@ def exit_status(verdicts: Sequence[dict[str, Any]]) -> int:
     if "different" in found:
         return DIFFERENT
     return OK if found == {"equivalent"} else UNDECIDED
-
-
-def _verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
-    import pandas as pd
-
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{value:+.2%}"
-
-    def interval(pair: Sequence[float] | None) -> str:
-        return "-" if pair is None else f"{pair[0]:+.2%} .. {pair[1]:+.2%}"
-
-    rows = [
-        {
-            "case": v["case"],
-            "phase": v["phase"],
-            "zeros us": "-" if not v["median_us"] else f"{v['median_us']['zeros']:.1f}",
-            f"{v['arm']} us": "-" if not v["median_us"] else f"{v['median_us'][v['arm']]:.1f}",
-            "gap": percent(v["gap"]),
-            "90 % interval": interval(v["ci90"]),
-            "A/A 90 %": interval(v["aa"]["ci90"]),
-            "MDE": "-" if v["mde"] is None else f"{v['mde']:.2%}",
-            "rounds": v["rounds"],
-            "verdict": f"{v['verdict']} at {v['margin']:.3g}",
-        }
-        for v in verdicts
-    ]
-    lines = [pd.DataFrame(rows).to_string(index=False)]
-    lines += [f"  {v['case']}: {reason}" for v in verdicts for reason in v["reasons"]]
-    return "\n".join(lines)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from kvlab.errors import StudyError
+from kvlab.texts import fractions, token_counts, words
 
 BAD_INPUT = 2
 
@@ -31,26 +32,19 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> 
     check = subparsers.add_parser("check", help="time each case under zero, random and other KV, and decide")
     _add_model(check)
     _add_cases(check)
-    check.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="FILL",
-        help="contents to compare with zeros: random (default), 'random(std=0.5, zero_fraction=0.25)',"
-        " 'constant(0.015)'; repeatable",
-    )
-    check.add_argument(
-        "--margin", type=fraction, default=0.03, help="of equivalence, declared beforehand: 0.03 or 3%% (default)"
-    )
-    check.add_argument(
-        "--mode", default="isolated", help="isolated: each replay alone (default); sustained: back to back"
-    )
-    check.add_argument("--rounds", type=int, default=20, help="randomised rounds over all arms (default 20)")
-    check.add_argument("--replays", type=int, default=5, help="timed replays per arm and round (default 5)")
-    check.add_argument("--out", metavar="DIR", help="folder of the run; an unfinished run of the same study is resumed")
-    check.add_argument("--json", action="store_true", help="print one JSON object a case")
-    check.add_argument("--no-plot", action="store_true", help="do not draw gaps.png into the run's folder")
-    check.add_argument("--no-progress", action="store_true", help="no progress bar")
+    _add_study(check)
+
+    sweep = subparsers.add_parser("sweep", help="check a grid of contexts, phases, batch sizes, top-k, zero fractions")
+    _add_model(sweep)
+    for option, default, what in (
+        ("--contexts", "1k,8k", "tokens of KV of each request; k is 1,024"),
+        ("--phase", "decode,hit", "of decode, verify, prefill, chunk, hit"),
+        ("--batch", "8", "requests"),
+        ("--zero-fraction", "", "an arm each: random KV with this share of the tokens zero"),
+    ):
+        sweep.add_argument(option, default=default, metavar="LIST", help=f"{what} (default {default or 'none'})")
+    sweep.add_argument("--query", type=int, metavar="Q", help="query tokens of a hit or chunk (default 2048 / batch)")
+    _add_study(sweep)
 
     verify = subparsers.add_parser(
         "verify", help="prove byte by byte that a step writes nothing outside its touched views"
@@ -63,6 +57,11 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> 
     _add_model(views)
     _add_cases(views)
     views.add_argument("--json", action="store_true", help="print one JSON object a row")
+
+    report = subparsers.add_parser("report", help="one HTML file that says what some runs show")
+    report.add_argument("runs", nargs="+", metavar="DIR", help="folder of a run, or of its export")
+    report.add_argument("--out", default="report.html", metavar="FILE", help="report.html (default), or a .pdf")
+    report.add_argument("--title", help="of the report; from models and GPUs by default")
 
     models = subparsers.add_parser("models", help="the models that come with kvlab, by engine")
     models.add_argument("--json", action="store_true", help="print one JSON object a model")
@@ -84,7 +83,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="reference", help=f"{' or '.join(ENGINES)} (default reference)")
     parser.add_argument("--num-kv-blocks", type=int, metavar="N", help="blocks of the KV cache pool")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="longest KV of one request, tokens")
-    parser.add_argument("--topk", type=int, metavar="N", help="tokens that sparse attention chooses")
+    parser.add_argument("--topk", metavar="N", help="tokens that sparse attention chooses; of a sweep, a list")
     parser.add_argument("--seed", type=int, default=0, help="of tokens, contents and orders (default 0)")
     reference = parser.add_argument_group("engine reference")
     reference.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
@@ -106,6 +105,41 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="any argument of vLLM's EngineArgs, its value as JSON; repeatable",
     )
+
+
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    from kvlab.plan import DEFAULT_BUDGET
+
+    parser.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="FILL",
+        help="contents to compare with zeros: random (default), 'random(std=0.5, zero_fraction=0.25)', prefill,"
+        " 'constant(0.015)', 'mix(kv=random, indexer=zeros)', levels, pow2, cluster, ...; repeatable",
+    )
+    parser.add_argument(
+        "--margin", type=fraction, default=0.03, help="of equivalence, declared beforehand: 0.03 or 3%% (default)"
+    )
+    parser.add_argument(
+        "--mode", default="isolated", help="isolated: each replay alone (default); sustained: back to back; both"
+    )
+    parser.add_argument("--rounds", type=int, help="randomised rounds over all arms; by default a pilot decides")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=DEFAULT_BUDGET,
+        metavar="S",
+        help=f"seconds of rounds a case and mode that the pilot may plan for (default {DEFAULT_BUDGET:g})",
+    )
+    parser.add_argument("--replays", type=int, default=5, help="timed replays per arm and round (default 5)")
+    parser.add_argument("--explain", action="store_true", help="profile each arm's kernels and name the gap's cause")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder of the run; an unfinished one of the same study is resumed"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a case and mode")
+    parser.add_argument("--no-plot", action="store_true", help="do not draw gaps.png into the run's folder")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
 def _add_cases(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +194,37 @@ def _key_value(text: str) -> tuple[str, Any]:
         ) from None
 
 
+def _one_count(text: str) -> int:
+    counts = token_counts(text, "--topk")
+    if len(counts) != 1:
+        raise StudyError(f"--topk {text!r}: give one number here; `kvlab sweep` takes a list")
+    return counts[0]
+
+
+def study_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that `kvlab.check` and `kvlab.sweep` share."""
+    names = ("margin", "mode", "rounds", "budget", "replays", "seed", "explain")
+    return {name: getattr(args, name) for name in names}
+
+
+def sweep_axes(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `kvlab.grid.Grid`.
+
+    Raises:
+        StudyError: for a list that cannot be read.
+    """
+    axes = {
+        "contexts": token_counts(args.contexts, "--contexts"),
+        "phases": words(args.phase),
+        "batch": token_counts(args.batch, "--batch"),
+        "query": args.query,
+        "topk": token_counts(args.topk or "", "--topk"),
+        "zero_fractions": fractions(args.zero_fraction, "--zero-fraction"),
+    }
+    args.topk = None  # each load says its own
+    return axes
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `load_engine` that were given.
 
@@ -169,6 +234,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     named = ("device", "num_kv_blocks", "max_model_len", "topk")
     vllm = ("routing", "kv_cache_dtype", "load_format", "hf_overrides")
     options = {name: getattr(args, name) for name in (*named, *vllm) if getattr(args, name) is not None}
+    if "topk" in options:
+        options["topk"] = _one_count(options["topk"])
     if args.engine_arg and args.engine == "reference":
         raise StudyError("--engine-arg is an option of engine 'vllm'; drop it, or add --engine vllm")
     for key, value in args.engine_arg:

@@ -1,8 +1,8 @@
-"""Layer 5: what a check does, declared before it is done: arms, margin, mode, rounds."""
+"""Layer 5: what a check does, declared before it is done: arms, margin, modes, and how the rounds are decided on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from kvlab.measure.timer import MODES
 
 BASELINE, AGAIN = "zeros", "zeros_again"
 DEFAULT_ARMS = (BASELINE, AGAIN, "random")
+BOTH = "both"
+# Seconds of rounds a case and mode, where the pilot decides on their number.
+DEFAULT_BUDGET = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,23 @@ class Plan:
     Attributes:
         arms: the baseline, the baseline again, and what is compared with it.
         margin: of equivalence, a fraction.
-        mode: `isolated` (each replay alone) or `sustained` (back to back).
-        rounds: randomised rounds over all arms, fixed beforehand.
+        modes: of `isolated` (each replay alone) and `sustained` (back to back), one or both.
+        rounds: randomised rounds over all arms, fixed beforehand; None where a pilot of each case decides.
+        budget: seconds of rounds a case and mode that the pilot may plan for.
         replays, discard: timed replays per arm and round, after discarded ones.
         seed: of tokens, contents and orders.
+        explain: profile the kernels of each arm after the rounds, and name the cause of the gap.
     """
 
     arms: tuple[Arm, ...]
     margin: float
-    mode: str
-    rounds: int
+    modes: tuple[str, ...]
+    rounds: int | None
+    budget: float
     replays: int
     discard: int
     seed: int
+    explain: bool = False
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -64,18 +71,42 @@ class Plan:
             raise StudyError(f"arms {', '.join(names)}: nothing to compare with {BASELINE}; add --arm random")
         if not 0 < self.margin < 1:
             raise StudyError(f"margin {self.margin} is out of range; give a fraction in (0, 1), e.g. 0.03")
-        if self.mode not in MODES:
-            raise StudyError(f"mode {self.mode!r} is unknown; give {' or '.join(MODES)}")
+        if unknown := [mode for mode in self.modes if mode not in MODES]:
+            raise StudyError(f"mode {unknown[0]!r} is unknown; give {', '.join(MODES)} or {BOTH}")
+        if not self.budget > 0:
+            raise StudyError(f"budget is {self.budget} s; give a positive number of seconds")
         for name, least in (("rounds", 1), ("replays", 1), ("discard", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise StudyError(f"{name} is {getattr(self, name)}; give {least} or more")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise StudyError(f"{name} is {value}; give {least} or more")
 
     @classmethod
-    def of(cls, arms: Sequence[str | Fill], **how: Any) -> Plan:
-        """A plan for some fills; the baseline and its repetition take part whether named or not."""
+    def of(
+        cls,
+        arms: Sequence[str | Fill] = DEFAULT_ARMS,
+        *,
+        margin: float = 0.03,
+        mode: str = "isolated",
+        rounds: int | None = None,
+        budget: float = DEFAULT_BUDGET,
+        replays: int = 5,
+        discard: int = 2,
+        seed: int = 0,
+        explain: bool = False,
+    ) -> Plan:
+        """A plan for some fills; the baseline and its repetition take part whether named or not.
+
+        Args:
+            mode: `isolated`, `sustained` or `both`.
+
+        Raises:
+            StudyError, FillError: one line that names what is out of range.
+        """
         wanted = [Arm.parse(arm) for arm in arms]
         fixed = (Arm(BASELINE, Zeros()), Arm(AGAIN, Zeros()))
-        return cls((*fixed, *(arm for arm in wanted if arm.name not in (BASELINE, AGAIN))), **how)
+        taking_part = (*fixed, *(arm for arm in wanted if arm.name not in (BASELINE, AGAIN)))
+        modes = MODES if mode == BOTH else (mode,)
+        return cls(taking_part, margin, modes, rounds, budget, replays, discard, seed, explain)
 
     @property
     def compared(self) -> tuple[Arm, ...]:
@@ -86,3 +117,19 @@ class Plan:
     def claim(self) -> Arm:
         """The arm that a case's verdict is about: `random` where it takes part, else the first compared."""
         return next((arm for arm in self.compared if arm.name == "random"), self.compared[0])
+
+    @property
+    def prefills(self) -> bool:
+        """Whether an arm's contents are what the model itself writes, which takes a prefill first."""
+        return any(arm.fill.kind == "prefill" for arm in self.arms)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be equal for a run to be gone on with. More rounds, another mode or an explanation add to it."""
+        return {
+            "margin": self.margin,
+            "replays": self.replays,
+            "discard": self.discard,
+            "seed": self.seed,
+            "arms": [arm.name for arm in self.arms],
+        }

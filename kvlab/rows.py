@@ -109,6 +109,13 @@ def merge_facts(db: sqlite3.Connection, case: str, facts: Mapping[str, Any]) -> 
     db.execute('UPDATE cases SET facts = ? WHERE "case" = ?', (merged, case))
 
 
+def read_facts(db: sqlite3.Connection, case: str) -> dict[str, Any]:
+    """The facts of a stored case; empty for one that is not."""
+    stored = db.execute('SELECT facts FROM cases WHERE "case" = ?', (case,)).fetchone()
+    facts: dict[str, Any] = json.loads(stored[0]) if stored else {}
+    return facts
+
+
 def finished_rounds(db: sqlite3.Connection, case: str, mode: str) -> list[int]:
     """The numbers of the stored rounds, in order."""
     query = 'SELECT round FROM rounds WHERE "case" = ? AND mode = ? ORDER BY round'

@@ -18,11 +18,13 @@ from kvlab import tables
 from kvlab.database import FILE, Database
 from kvlab.errors import RunError
 from kvlab.export import RECORD, read_export, read_table, write_export
+from kvlab.gaps import gap_table
 from kvlab.identity import refuse_other, row_identity
 from kvlab.provenance import UNKNOWN
 from kvlab.rows import (
     finished_rounds,
     merge_facts,
+    read_facts,
     read_record,
     read_records,
     read_samples,
@@ -174,6 +176,11 @@ class Run:
         """Store readings, each with `case`, `mode`, `arm` and what the sensors said, JSON-able."""
         self._add_records("telemetry", rows, replace=False)
 
+    def facts_of(self, case: str) -> dict[str, Any]:
+        """What a run that is being written knows of a case beside its rounds; empty for one that is not stored."""
+        with self._writing("reading facts") as db:
+            return read_facts(db, case)
+
     def finished_rounds(self, case: str, mode: str) -> list[int]:
         """The numbers of the stored rounds, in order."""
         if self._database is None:
@@ -209,6 +216,11 @@ class Run:
     def verdicts(self) -> pd.DataFrame:
         """A row a case and mode, the verdict's nested keys flattened: `aa_gap`, `median_us_<arm>`, ..."""
         return self._frames("verdicts")["verdicts"]
+
+    @property
+    def gaps(self) -> pd.DataFrame:
+        """A row a case, mode and compared arm: `gap`, `ci90_lo`, `ci90_hi`, `verdict`, and what the case is."""
+        return gap_table(self._verdicts(), self._identity)
 
     @property
     def kernels(self) -> pd.DataFrame:
@@ -256,9 +268,8 @@ class Run:
             raise RunError(f"{self.path}: {what} comes before its case; call add_case({case!r}, ...) first")
 
     def _add_records(self, name: str, rows: Iterable[Mapping[str, Any]], replace: bool) -> None:
-        if isinstance(rows, pd.DataFrame):
-            rows = rows.to_dict("records")
-        records = [plain(dict(row)) for row in rows]
+        listed: Iterable[Mapping[Any, Any]] = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+        records = [plain(dict(row)) for row in listed]
         for number, record in enumerate(records):
             tables.check(TABLES[name], record, f"{self.path}: {name} row {number}", self.study)
             self._require_case(record["case"], f"{name} row {number}")

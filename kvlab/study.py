@@ -5,37 +5,56 @@ One prepared step serves every arm, so that kernels and addresses are the same: 
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvlab.cases import Case, parse_case
 from kvlab.engines.base import Engine, Step
 from kvlab.errors import CaseError, EngineError
-from kvlab.kv.extents import storage_extents
+from kvlab.estimates import round_ratios
+from kvlab.examination import Examination, captured, examine
+from kvlab.explain import explain
+from kvlab.gaps import case_axes
 from kvlab.kv.fills import Fill
-from kvlab.kv.views import iter_tensors
-from kvlab.measure.schedule import round_order
-from kvlab.measure.telemetry import Telemetry, make_telemetry
-from kvlab.measure.timer import GraphTimer, Timer, make_timer
-from kvlab.plan import DEFAULT_ARMS, Plan
+from kvlab.measure.telemetry import make_telemetry
+from kvlab.measure.timer import Timer, make_timer
+from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds
+from kvlab.plan import AGAIN, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
 from kvlab.provenance import identity, machine
+from kvlab.rounds import measure_round
 from kvlab.run import Run
 from kvlab.verdict import case_verdict, failed_verdict, verdict_head
-from kvlab.verification import verify_step
 
-# Random contents are drawn anew from this many seeds in turn, so that a verdict is not about one draw.
-RANDOM_SEEDS = 4
-# The byte-level check needs a copy of the caches; a check makes it unasked only where that is cheap.
-_VERIFY_BYTES = 2 * 2**30
-# Seconds of replays before the first round, and before each arm of a sustained round.
-_WARM_UP, _SETTLE = 0.5, 0.2
-# A captured forward that is further from the eager one than this, and than eager is from itself, is another step.
-_CAPTURE_DISTANCE = 0.02
+# Seconds of replays before the first round.
+_WARM_UP = 0.5
 
-Progress = Callable[[str, int, int], None]
+
+@dataclass(frozen=True)
+class Tick:
+    """How far a check has come.
+
+    Attributes:
+        case, mode: what is being measured.
+        done, rounds: of this case and mode; `rounds` grows once the pilot has decided.
+        index, of: the case and mode among all of them, from 0.
+        note: a sentence when there is something to say: the plan of rounds, or a verdict.
+    """
+
+    case: str
+    mode: str
+    done: int
+    rounds: int
+    index: int
+    of: int
+    note: str = ""
+
+
+Progress = Callable[[Tick], None]
 
 
 def check(
@@ -45,10 +64,12 @@ def check(
     arms: Sequence[str | Fill] = DEFAULT_ARMS,
     margin: float = 0.03,
     mode: str = "isolated",
-    rounds: int = 20,
+    rounds: int | None = None,
+    budget: float = DEFAULT_BUDGET,
     replays: int = 5,
     discard: int = 2,
     seed: int = 0,
+    explain: bool = False,
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Run:
@@ -59,44 +80,57 @@ def check(
         cases: cases, or texts in the case grammar, with distinct names.
         arms: fills or their texts; `zeros` and `zeros_again` are added where absent.
         margin: of equivalence, a fraction; declared before the run.
-        mode: `isolated` or `sustained`.
-        rounds: randomised rounds over all arms; a verdict needs at least `kvlab.stats.MIN_ROUNDS`.
+        mode: `isolated`, `sustained` or `both`.
+        rounds: randomised rounds over all arms; a verdict needs at least `kvlab.stats.MIN_ROUNDS`. By default a
+            pilot of `kvlab.pilot.PILOT_ROUNDS` rounds decides, see `kvlab.pilot.plan_rounds`.
+        budget: seconds of rounds a case and mode that the pilot may plan for.
         replays, discard: timed replays per arm and round, after discarded ones.
+        explain: profile each arm's kernels after the rounds, and name the cause of the gap.
         out: folder of the run; `runs/MODEL-ENGINE-TIME` when absent. A folder with an unfinished run of the same
             study is gone on with.
-        progress: called with (case name, rounds done, rounds in all) as rounds finish.
+        progress: called with a `Tick` as rounds finish.
 
     Returns:
-        The run, open for reading; `.verdicts` has a row a case.
+        The run, open for reading; `.verdicts` has a row a case and mode.
 
     Raises:
         KvlabError: for bad input, before anything is measured. A case that fails later gets the verdict `invalid`.
         KeyboardInterrupt: as it comes; finished rounds are kept.
     """
-    plan = Plan.of(arms, margin=margin, mode=mode, rounds=rounds, replays=replays, discard=discard, seed=seed)
-    parsed = _distinct([parse_case(case) if isinstance(case, str) else case for case in cases])
+    plan = Plan.of(
+        arms,
+        margin=margin,
+        mode=mode,
+        rounds=rounds,
+        budget=budget,
+        replays=replays,
+        discard=discard,
+        seed=seed,
+        explain=explain,
+    )
+    parsed = distinct_cases(cases)
     for case in parsed:
         engine.build(case, seed)
-    telemetry = make_telemetry(engine.device)
-    provenance = {**machine(), **engine.provenance(), "telemetry": telemetry.source, "routing": engine.routing}
-    provenance["load_s"] = engine.load_s
-    run = Run.create(out or default_folder(engine), _study(engine, plan, provenance), provenance)
-    try:
+    study = Study(engine, plan, out, len(parsed), progress)
+    with study.closed_on_error():
         for case in parsed:
-            _check_case(engine, case, plan, run, telemetry, progress)
-    except BaseException:
-        run.close()
-        raise
-    return run
+            study.check_case(engine, case)
+    return study.run
 
 
-def _distinct(cases: list[Case]) -> list[Case]:
-    if not cases:
+def distinct_cases(cases: Iterable[Case | str]) -> list[Case]:
+    """The cases, parsed.
+
+    Raises:
+        CaseError: for none, or two of one name.
+    """
+    parsed = [parse_case(case) if isinstance(case, str) else case for case in cases]
+    if not parsed:
         raise CaseError("no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096")
-    names = [case.name for case in cases]
+    names = [case.name for case in parsed]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise CaseError(f"two cases are named {repeated[0]!r}; name each case once")
-    return cases
+    return parsed
 
 
 def default_folder(engine: Engine) -> Path:
@@ -104,125 +138,179 @@ def default_folder(engine: Engine) -> Path:
     return Path("runs") / f"{Path(engine.model).name}-{engine.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _study(engine: Engine, plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "model": engine.model,
-        "engine": engine.name,
-        "device": engine.device.type,
-        "geometry": provenance.get("geometry"),
-        "routing": engine.routing,
-        **identity(provenance),
-        **{key: value for key, value in asdict(plan).items() if key not in ("arms", "rounds")},
-        "arms": [arm.name for arm in plan.arms],
-    }
+class Study:
+    """A plan under way: the run it writes, and what it has come to. `check` and `sweep` drive it case by case.
 
+    Attributes:
+        plan: what is done with each case; on a CPU, in the first of its modes alone.
+        run: open for writing.
+    """
 
-def _check_case(
-    engine: Engine, case: Case, plan: Plan, run: Run, telemetry: Telemetry, progress: Progress | None
-) -> None:
-    if run.verdict_of(case.name, plan.mode) and len(run.finished_rounds(case.name, plan.mode)) >= plan.rounds:
-        return
-    begin = time.perf_counter()
-    run.add_case(case.name, str(case), case.phase, [asdict(request) for request in case.requests])
-    step = None
-    try:
-        step = engine.prepare(case, plan.seed)
-        verdict = _measure(step, plan, run, telemetry, progress, begin)
-    except EngineError as error:
-        # The other cases can still be decided; the run says of this one what was wrong.
-        verdict = failed_verdict(plan, [str(error)])
-    finally:
-        if step is not None:
-            step.close()
-    run.add_verdict(case.name, plan.mode, {**verdict_head(engine, case, plan, run.path), **verdict})
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        out: str | Path | None,
+        num_cases: int,
+        progress: Progress | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin the run, or go on with it.
 
+        Args:
+            engine: the first one; its versions and geometry are the run's identity.
+            num_cases: for `progress`.
+            about: in place of what the identity says of the engine.
 
-def _measure(
-    step: Step, plan: Plan, run: Run, telemetry: Telemetry, progress: Progress | None, begin: float
-) -> dict[str, Any]:
-    finite, culprits = _probe_finite(step, plan)
-    if culprits:
-        return failed_verdict(plan, culprits, finite)
-    facts: dict[str, Any] = {"outside_writes": _outside_writes(step, plan.seed)}
-    step.fill(plan.arms[0].fill, plan.seed)
-    timer = make_timer(step, plan.mode)
-    try:
-        facts |= {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
-        if isinstance(timer, GraphTimer):
-            facts |= {"eager_repeat": timer.eager_repeat, "graph_vs_eager": timer.graph_vs_eager}
-            if timer.graph_vs_eager > max(_CAPTURE_DISTANCE, 4 * timer.eager_repeat):
-                raise EngineError(
-                    f"case {step.case.name!r}: the captured step's output is {timer.graph_vs_eager:.1%} from the eager"
-                    " one's: another step was captured than was asked for"
-                )
-        timer.settle(_WARM_UP)
-        warm = time.perf_counter()
-        run.case_facts(step.case.name, **facts, warm_up_s=warm - begin)
-        done = set(run.finished_rounds(step.case.name, plan.mode))
-        for index in range(plan.rounds):
+        Raises:
+            RunError: for the folder of another study.
+        """
+        # A CPU has no launch queue: a lone replay and a queued one are the same there.
+        self.plan = plan = replace(plan, modes=plan.modes[:1]) if engine.device.type == "cpu" else plan
+        self._telemetry = make_telemetry(engine.device)
+        provenance = {**machine(), **engine.provenance(), "telemetry": self._telemetry.source}
+        provenance |= {"routing": engine.routing, "load_s": engine.load_s}
+        identity_of = {
+            "model": engine.model,
+            "engine": engine.name,
+            "device": engine.device.type,
+            "geometry": provenance.get("geometry"),
+            "routing": engine.routing,
+            **identity(provenance),
+            **plan.identity,
+            **(about or {}),
+        }
+        self.run = Run.create(out or default_folder(engine), identity_of, provenance)
+        self._progress = progress
+        self._of = num_cases * len(plan.modes)
+        self._index = -1
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Within it an error closes the run before it goes on; what was stored is kept."""
+        try:
+            yield
+        except BaseException:
+            self.run.close()
+            raise
+
+    def is_finished(self, case: str, mode: str) -> bool:
+        """Whether the run holds all that the plan asks of a case in a mode."""
+        verdict = self.run.verdict_of(case, mode)
+        if not verdict or (self.plan.explain and "cause" not in verdict):
+            return False
+        planned = self.plan.rounds or (verdict.get("plan") or {}).get("rounds")
+        return planned is not None and len(self.run.finished_rounds(case, mode)) >= planned
+
+    def skip(self, cases: Sequence[Case]) -> bool:
+        """Whether all of the cases are finished, so that nothing need be loaded for them; they then count as done."""
+        finished = all(self.is_finished(case.name, mode) for case in cases for mode in self.plan.modes)
+        if finished:
+            self._index += len(cases) * len(self.plan.modes)
+        return finished
+
+    def check_case(self, engine: Engine, case: Case, **facts: Any) -> None:
+        """Measure a case in every mode in which it is not finished, and store the verdicts.
+
+        Args:
+            facts: further keys of the verdicts and columns of `Run.cases`.
+        """
+        todo = [mode for mode in self.plan.modes if not self.is_finished(case.name, mode)]
+        self._index += len(self.plan.modes) - len(todo)
+        if not todo:
+            return
+        begin = time.perf_counter()
+        facts = {**case_axes(case), "topk": engine.topk, **facts}
+        self.run.add_case(case.name, str(case), case.phase, [asdict(request) for request in case.requests], **facts)
+        step, found = None, None
+        try:
+            step = self._prepare(engine, case)
+            found = examine(step, self.plan)
+        except EngineError as error:
+            # The other cases can still be decided; the run says of this one what was wrong.
+            found = Examination(culprits=(str(error),))
+        try:
+            for mode in todo:
+                self._index += 1
+                verdict = self._verdict(step, found, mode, begin)
+                head = verdict_head(engine, case, self.plan, mode, self.run.path)
+                self.run.add_verdict(case.name, mode, {**head, **facts, **verdict})
+                self._tick(case.name, mode, verdict["rounds"], verdict["rounds"], told(verdict))
+                begin = time.perf_counter()
+        finally:
+            if step is not None:
+                step.close()
+
+    def _prepare(self, engine: Engine, case: Case) -> Step:
+        prefilled = engine.prefill(case, self.plan.seed) if self.plan.prefills else None
+        step = engine.prepare(case, self.plan.seed)
+        step.prefilled = prefilled
+        return step
+
+    def _verdict(self, step: Step | None, found: Examination, mode: str, begin: float) -> dict[str, Any]:
+        if step is None or found.culprits:
+            return failed_verdict(self.plan, found.culprits, found.finite)
+        try:
+            return self._measure(step, found, mode, begin)
+        except EngineError as error:
+            return failed_verdict(self.plan, [str(error)], found.finite)
+
+    def _measure(self, step: Step, found: Examination, mode: str, begin: float) -> dict[str, Any]:
+        name, plan, finite = step.case.name, self.plan, dict(found.finite)
+        step.fill(plan.arms[0].fill, plan.seed)
+        timer = make_timer(step, mode)
+        try:
+            facts = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
+            self.run.case_facts(name, **found.facts, **facts, **captured(step, timer))
+            timer.settle(_WARM_UP)
+            warm = time.perf_counter()
+            self.run.case_facts(name, warm_up_s=warm - begin)
+            rounds = self._rounds(step, timer, mode, finite)
+            self.run.case_facts(name, measure_s=time.perf_counter() - warm)
+            verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
+            verdict["plan"] = rounds.as_dict()
+            if plan.explain:
+                verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)
+            return verdict
+        finally:
+            timer.close()
+
+    def _rounds(self, step: Step, timer: Timer, mode: str, finite: dict[str, bool]) -> RoundPlan:
+        """Time the rounds that are missing; their number is given, was planned earlier, or is planned here."""
+        name, key = step.case.name, f"plan_{mode}"
+        stored = self.run.facts_of(name).get(key)
+        planned = given_rounds(self.plan.rounds) if self.plan.rounds else RoundPlan(**stored) if stored else None
+        seconds = self._time_rounds(step, timer, mode, finite, planned.rounds if planned else PILOT_ROUNDS)
+        if planned is None:
+            samples = self.run.samples_of(name, mode)
+            # Of a pilot that an earlier process finished the replays alone are known.
+            each = statistics.median(seconds) if seconds else samples.groupby("round")["us"].sum().median() / 1e6
+            planned = plan_rounds(round_ratios(samples, AGAIN), each, self.plan.margin, self.plan.budget)
+            self.run.case_facts(name, **{key: planned.as_dict()})
+            self._tick(name, mode, PILOT_ROUNDS, planned.rounds, str(planned))
+            self._time_rounds(step, timer, mode, finite, planned.rounds)
+        return planned
+
+    def _time_rounds(self, step: Step, timer: Timer, mode: str, finite: dict[str, bool], rounds: int) -> list[float]:
+        """Seconds of each round that was missing."""
+        name = step.case.name
+        done, seconds = set(self.run.finished_rounds(name, mode)), []
+        for index in range(rounds):
             if index not in done:
-                rows = _round(step, timer, plan, index, telemetry, finite)
-                run.add_round(step.case.name, plan.mode, index, rows)
-            if progress is not None:
-                progress(step.case.name, index + 1, plan.rounds)
-    finally:
-        timer.close()
-    samples = run.samples_of(step.case.name, plan.mode)
-    verdict = case_verdict(samples, plan, finite, facts["outside_writes"])
-    run.case_facts(step.case.name, measure_s=time.perf_counter() - warm)
-    return verdict
+                begin = time.perf_counter()
+                rows, readings = measure_round(step, timer, self.plan, mode, index, self._telemetry, finite)
+                self.run.add_round(name, mode, index, rows)
+                self.run.add_telemetry({"case": name, "mode": mode, "round": index, **each} for each in readings)
+                seconds.append(time.perf_counter() - begin)
+            self._tick(name, mode, index + 1, rounds)
+        return seconds
+
+    def _tick(self, case: str, mode: str, done: int, rounds: int, note: str = "") -> None:
+        if self._progress is not None:
+            self._progress(Tick(case, mode, done, rounds, self._index, self._of, note))
 
 
-def _probe_finite(step: Step, plan: Plan) -> tuple[dict[str, bool], list[str]]:
-    """Which arms give finite outputs, and where the others first do not: known before a time is taken."""
-    finite, culprits = {}, []
-    for arm in plan.arms:
-        step.fill(arm.fill, plan.seed)
-        layer = step.first_nonfinite()
-        finite[arm.name] = layer is None
-        if layer is not None:
-            culprits.append(f"arm {arm.name!r} has a non-finite output, first in layer {layer!r}; nothing was timed")
-    return finite, culprits
-
-
-def _outside_writes(step: Step, seed: int) -> int | None:
-    """Bytes that the step writes outside its touched views; None where the caches are too large to look unasked."""
-    tensors = [t for cache in step.engine.kv_caches.values() for t in iter_tensors(cache)]
-    if sum(extent.storage.numel() for extent in storage_extents(tensors).values()) > _VERIFY_BYTES:
-        return None
-    return verify_step(step, seed, probe_reads=False).bytes_outside
-
-
-def _round(
-    step: Step, timer: Timer, plan: Plan, index: int, telemetry: Telemetry, finite: dict[str, bool]
-) -> list[dict[str, Any]]:
-    by_name = {arm.name: arm for arm in plan.arms}
-    rows: list[dict[str, Any]] = []
-    for position, name in enumerate(round_order(list(by_name), index, plan.seed)):
-        seed = plan.seed + index % RANDOM_SEEDS
-        step.fill(by_name[name].fill, seed)
-        if plan.mode == "sustained":
-            timer.settle(_SETTLE)
-        elif plan.discard:
-            timer.time(plan.discard)
-        times = timer.time(plan.replays)
-        reading = telemetry.read()
-        finite[name] &= bool(timer.output().isfinite().all())
-        rows += [
-            {
-                "position": position,
-                "arm": name,
-                "fill": str(by_name[name].fill),
-                "seed": seed,
-                "replay": replay,
-                "us": us,
-                "routing": step.engine.routing,
-                "sm_mhz": reading.sm_mhz,
-                "watts": reading.watts,
-                "celsius": reading.celsius,
-                "throttled": reading.throttled,
-                "flagged": bool(reading.throttled),
-            }
-            for replay, us in enumerate(times)
-        ]
-    return rows
+def told(verdict: Mapping[str, Any]) -> str:
+    """A verdict in a few words."""
+    gap = "" if verdict.get("gap") is None else f", gap {verdict['gap']:+.2%}"
+    return f"{verdict['verdict']}{gap}"

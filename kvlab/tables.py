@@ -171,7 +171,7 @@ def frame(table: Table, records: Records, identity: Mapping[str, Any]) -> pd.Dat
     for name, dtype in table.columns.items():
         column = data[name] if name in data else pd.Series(None, index=data.index, dtype="object")
         columns[name] = _typed(column, dtype)
-    for name in (*table.optional, *(c for c in data if c not in table.optional)):
+    for name in (*table.optional, *(str(c) for c in data if c not in table.optional)):
         if name in data and name not in columns and name not in IDENTITY and data[name].notna().any():
             columns[name] = _typed(data[name], table.optional.get(name))
     for name in IDENTITY:
@@ -272,7 +272,7 @@ def _typed(column: pd.Series, dtype: str | None) -> pd.Series:
         return column.astype("float64")
     if dtype in ("bool", "boolean"):
         return column.astype("boolean" if gaps else "bool")
-    return column.astype(dtype)
+    return column.astype(np.dtype(dtype))
 
 
 def _one_type(column: pd.Series, gaps: bool) -> pd.Series:

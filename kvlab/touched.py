@@ -63,6 +63,38 @@ def touched_table(step: Step) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
+def touched_blocks(step: Step) -> pd.DataFrame:
+    """One row for each group, kind of layer and request: the blocks it owns, and those of them that a step may write.
+
+    Columns: group; kind (`attention`, `window`, `state`); request, from 0; begin, end: block IDs owned, `end` outside;
+    touched_begin, touched_end: those touched; block_size, tokens; layers.
+    """
+    engine, batch = step.engine, step.batch
+    tensors = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
+    ranges = touched_block_ranges(engine.attn_groups, batch, engine.dcp_size, engine.lookahead)
+    kinds: dict[tuple[int, str, int], list[LayerTensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.group_id, _kind(tensor.spec), tokens_per_block(tensor.spec, engine.dcp_size)].append(tensor)
+    rows = []
+    for (group, kind, block_size), members in kinds.items():
+        owned, touched = owned_block_ranges(group, batch), ranges[members[0].layer]
+        for request, ((begin, end), (first, last)) in enumerate(zip(owned.tolist(), touched.tolist(), strict=True)):
+            rows.append(
+                {
+                    "group": group,
+                    "kind": kind,
+                    "request": request,
+                    "begin": begin,
+                    "end": end,
+                    "touched_begin": first,
+                    "touched_end": last,
+                    "block_size": block_size,
+                    "layers": len({member.layer for member in members}),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
 def _kind(spec: Any) -> str:
     if is_recurrent(spec):
         return "state"

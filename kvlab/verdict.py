@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from kvlab.cases import Case
+from kvlab.causes import gap_in_cycles
 from kvlab.engines.base import Engine
+from kvlab.examination import Examination
 from kvlab.measure.telemetry import CLOCK_FLOOR
 from kvlab.plan import Plan
 from kvlab.stats import Estimate, decide
 
 
-def verdict_head(engine: Engine, case: Case, plan: Plan, run: Path) -> dict[str, Any]:
+def verdict_head(engine: Engine, case: Case, plan: Plan, mode: str, run: Path) -> dict[str, Any]:
     """What a verdict is about."""
     return {
         "case": case.name,
@@ -25,13 +27,13 @@ def verdict_head(engine: Engine, case: Case, plan: Plan, run: Path) -> dict[str,
         "engine": engine.name,
         "routing": engine.routing,
         "phase": case.phase,
-        "mode": plan.mode,
+        "mode": mode,
         "margin": plan.margin,
         "run": str(run),
     }
 
 
-def failed_verdict(plan: Plan, reasons: list[str], finite: Mapping[str, bool] | None = None) -> dict[str, Any]:
+def failed_verdict(plan: Plan, reasons: Sequence[str], finite: Mapping[str, bool] | None = None) -> dict[str, Any]:
     """A verdict without times: what was wrong was seen before any was taken."""
     return {
         "gap": None,
@@ -43,30 +45,35 @@ def failed_verdict(plan: Plan, reasons: list[str], finite: Mapping[str, bool] | 
         "mde": None,
         "finite": dict(finite or {}),
         "arm": plan.claim.name,
-        "reasons": reasons,
+        "reasons": list(reasons),
     }
 
 
-def case_verdict(
-    samples: pd.DataFrame, plan: Plan, finite: Mapping[str, bool], outside_writes: int | None
-) -> dict[str, Any]:
-    """The verdict that a case's samples support.
+def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[str, Any]:
+    """The verdict that a case's samples in one mode support.
 
     Args:
-        samples: of the case, in the plan's mode.
-        finite: whether each arm's outputs were finite.
-        outside_writes: bytes written outside the touched views; None where nobody looked.
+        found: of the step; `finite` by the outputs of its replays too.
     """
+    real = set(samples["routing"]) == {"real"}
     decisions = {
-        arm.name: decide(samples, arm.name, plan.margin, finite=finite, outside_writes=outside_writes or 0)
+        arm.name: decide(
+            samples,
+            arm.name,
+            plan.margin,
+            finite=found.finite,
+            outside_writes=found.outside_writes or 0,
+            # Where the routing is real, that it moves is part of what is timed, and said; elsewhere it is a fault.
+            routing_moved=not real and found.routing_moved.get(arm.name, 0.0) > 0,
+        )
         for arm in plan.compared
     }
     decision = decisions[plan.claim.name]
     medians = samples.groupby("arm")["us"].median()
     flagged = float(_flagged(samples).mean())
     reasons = list(decision.reasons)
-    if set(samples["routing"]) == {"real"}:
-        reasons.append("MoE routing was real: contents can move the experts too, so the gap is not about KV alone")
+    if real:
+        reasons.append(_told_routing(plan.claim.name, found.routing_moved.get(plan.claim.name)))
     if flagged:
         reasons.append(f"{flagged:.0%} of the samples were throttled or below {CLOCK_FLOOR:.0%} of the highest clock")
     return {
@@ -77,7 +84,7 @@ def case_verdict(
         "median_us": {arm.name: float(medians[arm.name]) for arm in plan.arms},
         "rounds": decision.gap.n,
         "mde": decision.mde if math.isfinite(decision.mde) else None,
-        "finite": {arm.name: finite[arm.name] for arm in plan.arms},
+        "finite": {arm.name: found.finite[arm.name] for arm in plan.arms},
         "arm": plan.claim.name,
         "reasons": reasons,
         "nonzero": decision.nonzero,
@@ -87,8 +94,33 @@ def case_verdict(
             name: {"gap": d.gap.gap, "ci90": _interval(d.gap), "verdict": d.verdict} for name, d in decisions.items()
         },
         "flagged": flagged,
-        "outside_writes": outside_writes,
+        "outside_writes": found.outside_writes,
+        **({"routing_moved": found.routing_moved} if found.routing_moved else {}),
+        **_clocks(samples, plan.claim.name),
     }
+
+
+def _clocks(samples: pd.DataFrame, arm: str) -> dict[str, Any]:
+    """Medians of what the sensors said under each arm, and the gap in cycles; nothing where there are no sensors."""
+    if "sm_mhz" not in samples or samples["sm_mhz"].isna().all():
+        return {}
+    watts = samples["watts"] if "watts" in samples else samples["sm_mhz"] * math.nan
+    medians = samples.assign(watts=watts).groupby("arm")[["sm_mhz", "watts"]].median()
+    clocks = {
+        str(name): {"MHz": float(row["sm_mhz"]), "W": None if math.isnan(row["watts"]) else float(row["watts"])}
+        for name, row in medians.iterrows()
+    }
+    cycles = gap_in_cycles(samples, arm)
+    return {"clocks": clocks, **({"cycles": {"gap": cycles.gap, "ci90": _interval(cycles)}} if cycles else {})}
+
+
+def _told_routing(arm: str, moved: float | None) -> str:
+    if moved is None:
+        return "MoE routing was real: contents can move the experts too, so the gap is not about KV alone"
+    return (
+        f"MoE routing was real, and at least {moved:.0%} of the tokens went to other experts under {arm}: the gap is"
+        " not about KV alone"
+    )
 
 
 def _interval(estimate: Estimate) -> list[float] | None:

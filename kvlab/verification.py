@@ -16,16 +16,19 @@ import torch
 
 from kvlab.cases import Case, parse_case
 from kvlab.engines.base import Engine, Step
+from kvlab.engines.memory import GIB, free_bytes
 from kvlab.errors import EngineError
 from kvlab.kv.detect import format_of
 from kvlab.kv.extents import StorageExtent, storage_extents
 from kvlab.kv.formats import RawFormat
-from kvlab.kv.specs import is_recurrent
+from kvlab.kv.specs import is_recurrent, tokens_per_block
 from kvlab.kv.views import LayerTensor, layer_tensors, owned_block_ranges, owned_kv_views
 from kvlab.measure.timer import relative_rms
 
-# 0xFF is NaN in every float format, and as a scale in every packed one; 0x3C is a small finite number in all of them.
-_NAN, _FINITE = 0xFF, 0x3C
+# 0xFF is NaN in every float format, and as a scale in every packed one; 0x3C and 0x34 are two small finite numbers in
+# all of them.
+_NAN, _FINITE, _OTHER = 0xFF, 0x3C, 0x34
+REGIONS = ("all", "own", "foreign")
 _CHUNK = 256 * 2**20
 
 
@@ -70,8 +73,8 @@ def verify(
 
     Args:
         engine: any engine; its caches are copied once, so as much memory again must be free.
-        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs, where three
-            times the caches' memory is free.
+        probe_reads: also overwrite every byte that holds no token of the case, and compare outputs, where two and a
+            half times the caches' memory is free.
 
     Raises:
         KvlabError: for a case that the engine does not admit.
@@ -94,10 +97,10 @@ def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verif
     caches = storage_extents(layer.tensor for layer in layers)
     touched = storage_extents(step.touched)
     num_bytes = sum(extent.storage.numel() for extent in caches.values())
-    if (free := _free_bytes(engine.device)) < num_bytes:
+    if (free := free_bytes(engine.device)) < num_bytes:
         raise EngineError(
-            f"case {step.case.name!r}: verify copies the caches once, {num_bytes / 2**30:.1f} GiB, but"
-            f" {free / 2**30:.1f} GiB are free; make the pool smaller (--num-kv-blocks)"
+            f"case {step.case.name!r}: verify copies the caches once, {num_bytes / GIB:.1f} GiB, but"
+            f" {free / GIB:.1f} GiB are free; make the pool smaller (--num-kv-blocks)"
         )
     written: dict[tuple[int, int], torch.Tensor] = {}
     num_outside, outside = 0, None
@@ -132,55 +135,96 @@ def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verif
         bytes_outside=num_outside,
         outside=outside,
         tightness=num_written / num_touched if num_touched else 0.0,
-        reads_unwritten=reads_unwritten(step, seed) if probe_reads and free > 3 * num_bytes else None,
+        reads_unwritten=reads_unwritten(step, seed) if probe_reads and free > 2.5 * num_bytes else None,
     )
 
 
-def reads_unwritten(step: Step, seed: int = 0) -> str:
-    """What the output owes to bytes that hold no token of the case: `no`, `masked` or `yes`.
+def reads_unwritten(step: Step, seed: int = 0, region: str = "all") -> str | None:
+    """What the output owes to bytes that hold no token of the case: `no`, `masked`, `yes`, or None: it cannot be told.
 
-    Readable are the slots of the first `kv_len` tokens of each request, whole recurrent states, and the null block.
-    All other bytes are overwritten with NaNs, and where the output moves by more than it does by itself, with finite
-    values: a kernel that reads whole pages and gives the rest no weight turns a NaN into NaN, a number into nothing.
+    Readable are the states that cover the first `kv_len` tokens of each request, whole recurrent states and rings, and
+    the null block. All other bytes are overwritten: with NaNs, and where the output moves by more than it does by
+    itself, with two finite values. A kernel that reads whole pages and gives the rest no weight turns a NaN into NaN,
+    a number into nothing; one that uses what it reads tells the two values apart.
+
+    How far the output moves by itself is taken from forwards that follow as many writes of the caches, of the bytes
+    that were there: what such a write does to a GPU's caches can change the order in which a top-k finds its tokens,
+    and so the last bits. An output that moves under poison but is the same for both values, and finite for NaNs, owes
+    it to something of this kind, and None is the answer.
+
+    Args:
+        region: which bytes to poison: `all`, `own` (of the case's blocks: behind its tokens, and padding) or `foreign`
+            (blocks of nobody, and what lies between blocks).
+
+    Raises:
+        EngineError: for an unknown region.
     """
+    if region not in REGIONS:
+        raise EngineError(f"region {region!r} is unknown; give {', '.join(REGIONS)}")
     engine = step.engine
     layers = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
     caches = storage_extents(layer.tensor for layer in layers)
-    readable = {address: torch.zeros_like(e.storage, dtype=torch.bool) for address, e in caches.items()}
-    for layer in layers:
-        mask = readable[layer.tensor.untyped_storage().data_ptr()]
-        for field in _readable_fields(step, layer):
-            mask.as_strided(field.shape, field.stride(), field.storage_offset()).fill_(True)
+    spare = _marked(caches, _readable(step, layers))
+    for mask in spare.values():
+        mask.logical_not_()
+    if region != "all":
+        owned = [view.view(torch.uint8) for layer in layers for view in owned_kv_views(layer, step.batch)]
+        for address, mask in _marked(caches, owned).items():
+            spare[address] &= mask if region == "own" else ~mask
     step.fill("random", seed)
-    clean = step.forward().clone()
+    step.forward()
     step.restore()
-    # A forward that does not repeat itself (atomics, a scheduler of its own) is held to its own distance instead.
-    repeats = []
-    for _ in range(3):
-        repeats.append(relative_rms(step.forward(), clean))
-        step.restore()
-    allowed = 4 * max(repeats)
     before = {address: extent.storage.clone() for address, extent in caches.items()}
 
-    def shows(value: int) -> bool:
-        try:
-            for address, extent in caches.items():
-                for begin, end in _pieces(extent.storage):
-                    extent.storage[begin:end].masked_fill_(~readable[address][begin:end], value)
-            return not relative_rms(step.forward(), clean) <= allowed
-        finally:
-            for address, extent in caches.items():
-                extent.storage.copy_(before[address])
+    def output(poison: int | None) -> torch.Tensor:
+        for address, extent in caches.items():
+            for begin, end in _pieces(extent.storage):
+                piece = extent.storage[begin:end]
+                piece.copy_(before[address][begin:end])
+                if poison is not None:
+                    piece.masked_fill_(spare[address][begin:end], poison)
+        return step.forward().clone()
 
-    return "no" if not shows(_NAN) else "yes" if shows(_FINITE) else "masked"
+    try:
+        clean = output(None)
+        repeats = [relative_rms(output(None), clean) for _ in range(3)]
+        poisoned = relative_rms(output(_NAN), clean)
+        if poisoned <= 4 * max(repeats):
+            return "no"
+        # Also what NaNs left behind elsewhere, such as in a kernel's workspace, counts as moving by itself.
+        repeats.append(relative_rms(output(None), clean))
+        one, other = output(_FINITE), output(_OTHER)
+        repeats.append(relative_rms(output(_FINITE), one))
+        allowed = math.nan if any(map(math.isnan, repeats)) else 4 * max(repeats)
+        if relative_rms(other, one) > allowed:
+            return "yes"
+        return "masked" if math.isnan(poisoned) and not math.isnan(allowed) else None
+    finally:
+        for address, extent in caches.items():
+            extent.storage.copy_(before[address])
+
+
+def _marked(caches: dict[int, StorageExtent], fields: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """For each storage, bool of its bytes: true within the fields, which are byte views of it."""
+    marks = {address: torch.zeros_like(extent.storage, dtype=torch.bool) for address, extent in caches.items()}
+    for field in fields:
+        mark = marks[field.untyped_storage().data_ptr()]
+        mark.as_strided(field.shape, field.stride(), field.storage_offset()).fill_(True)
+    return marks
+
+
+def _readable(step: Step, layers: Iterable[LayerTensor]) -> Iterator[torch.Tensor]:
+    """Byte views of what a step may read."""
+    for layer in layers:
+        yield from _readable_fields(step, layer)
 
 
 def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:
-    """Byte views of what a step may read in one layer."""
     engine, batch = step.engine, step.batch
     fmt = engine.formats.get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer)
     null = layer.blocks(0, 1)
     yield from (null.view(torch.uint8),) if isinstance(fmt, RawFormat) else fmt.fields(layer.token_major(0, 1)).values()
+    block_size = tokens_per_block(layer.spec)
     for req_id, (begin, end) in zip(batch.req_ids, owned_block_ranges(layer.group_id, batch).tolist(), strict=True):
         if is_recurrent(layer.spec):
             yield layer.blocks(begin, end).view(torch.uint8)
@@ -189,10 +233,15 @@ def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:
         freed = len(batch.block_ids[req_id][layer.group_id]) - (end - begin)
         view = layer.token_major(begin, end)
         per_kernel_block = view.shape[-2]
-        tokens = computed + scheduled - freed * layer.factor * per_kernel_block
-        whole, rest = divmod(tokens, per_kernel_block)
-        if rest and not fmt.token_major:  # any byte of the last block may be a token's
+        # A compressed layer stores fewer states than tokens; the last one may cover tokens that are still to come.
+        states = -(-(computed + scheduled - freed * block_size) * layer.factor * per_kernel_block // block_size)
+        whole, rest = divmod(states, per_kernel_block)
+        # Any byte of the last block may be a token's where a kernel orders values its own way, and of any block where
+        # ranks share one.
+        if rest and not fmt.token_major:
             whole, rest = whole + 1, 0
+        if engine.dcp_size > 1:
+            whole, rest = view.shape[0], 0
         for field in fmt.fields(view).values():
             yield field[:whole]
             if rest:
@@ -202,14 +251,6 @@ def _readable_fields(step: Step, layer: LayerTensor) -> Iterator[torch.Tensor]:
 def _pieces(storage: torch.Tensor) -> Iterator[tuple[int, int]]:
     for begin in range(0, storage.numel(), _CHUNK):
         yield begin, min(begin + _CHUNK, storage.numel())
-
-
-def _free_bytes(device: torch.device) -> float:
-    # The allocator's cached blocks are as good as free; a CPU has swap and its own way to say no.
-    if device.type != "cuda":
-        return math.inf
-    torch.cuda.empty_cache()
-    return float(torch.cuda.mem_get_info(device)[0])
 
 
 def _locate(step: Step, layers: Sequence[LayerTensor], extent: StorageExtent, offset: int) -> str:

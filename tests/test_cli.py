@@ -75,7 +75,7 @@ BAD = [
     (["check", "tiny-dense", "--shapes", "/nowhere.json"], "/nowhere.json"),
     (["check", "tiny-dense", "--case", "a=1@4", "--arm", "noise"], "fill 'noise'"),
     (["check", "tiny-dense", "--case", "a=1@4", "--margin", "3"], "no fraction"),
-    (["check", "tiny-dense", "--case", "a=1@4", "--mode", "warm"], "isolated or sustained"),
+    (["check", "tiny-dense", "--case", "a=1@4", "--mode", "warm"], "isolated, sustained or both"),
     (["check", "no-such-model", "--case", "a=1@4"], "tiny-dense"),
     (["check", "tiny-dense", "--engine", "abacus", "--case", "a=1@4"], "abacus"),
     (["check", "tiny-dense", "--topk", "8", "--case", "a=1@4"], "topk"),
@@ -125,7 +125,7 @@ def test_an_existing_folder_of_another_study_is_kept(capsys, tmp_path):
 def test_interruption_says_what_is_kept_and_how_to_go_on(capsys, monkeypatch, tmp_path):
     from kvlab import study
 
-    finished = study._round
+    finished = study.measure_round
     rounds = iter(range(3))
 
     def three_rounds(*args):
@@ -135,7 +135,7 @@ def test_interruption_says_what_is_kept_and_how_to_go_on(capsys, monkeypatch, tm
 
     argv = ["check", "tiny-dense", *CHECK, "--case", "d=1@64", "--out", str(tmp_path / "run"), "--json"]
     with monkeypatch.context() as patch:
-        patch.setattr(study, "_round", three_rounds)
+        patch.setattr(study, "measure_round", three_rounds)
         status, _, err = run(capsys, *argv)
     assert status == 130
     assert "the same command resumes" in err

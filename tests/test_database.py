@@ -175,7 +175,7 @@ def test_a_failing_disk_is_one_line_too(tmp_path):
     code = (
         "import resource, sys, itertools\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from runs import *\n"
+        "from handmade_runs import *\n"
         "from kvlab.run import Run\n"
         f"run = Run.create({str(tmp_path / 'run')!r}, STUDY, PROVENANCE)\n"
         "add_case(run)\n"

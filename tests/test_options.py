@@ -7,7 +7,7 @@ import pytest
 from kvlab.errors import StudyError
 from kvlab.options import engine_options, fraction, make_parser
 
-COMMANDS = dict.fromkeys(("check", "verify", "views", "models", "doctor"), lambda args: 0)
+COMMANDS = dict.fromkeys(("check", "sweep", "verify", "views", "report", "models", "doctor"), lambda args: 0)
 
 
 def options(*argv):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvlab.errors import CapacityError, CaseError, FillError, RunError, StudyError
+from kvlab.pilot import PILOT_ROUNDS
 from kvlab.run import open_run
 from kvlab.study import check
 
@@ -117,7 +118,7 @@ def test_a_finished_check_recomputes_nothing(hand_engine, simulated_clock, tmp_p
     assert len(run.verdicts) == 2
 
 
-@pytest.mark.parametrize("change", [{"margin": 0.01}, {"seed": 4}, {"arms": ["constant"]}, {"mode": "sustained"}])
+@pytest.mark.parametrize("change", [{"margin": 0.01}, {"seed": 4}, {"arms": ["constant"]}, {"replays": 2}])
 def test_another_studys_folder_is_refused(hand_engine, simulated_clock, tmp_path, change):
     simulated_clock(steady())
     check(hand_engine, CASES, rounds=8, out=tmp_path / "run").close()
@@ -137,7 +138,7 @@ def test_bad_input_is_refused_before_anything_is_measured(hand_engine, tmp_path)
         ({"cases": ["a=1@4"], "arms": ["zeros"]}, StudyError, "nothing to compare"),
         ({"cases": ["a=1@4"], "arms": ["random", "random()"]}, StudyError, "given twice"),
         ({"cases": ["a=1@4"], "margin": 0}, StudyError, "margin"),
-        ({"cases": ["a=1@4"], "mode": "busy"}, StudyError, "isolated or sustained"),
+        ({"cases": ["a=1@4"], "mode": "busy"}, StudyError, "isolated, sustained or both"),
         ({"cases": ["a=1@4"], "rounds": 0}, StudyError, "rounds is 0"),
     ]
     for kwargs, error, match in bad:
@@ -193,18 +194,21 @@ def test_samples_that_were_all_throttled_are_kept_flagged_and_reported(
 def test_slow_clocks_are_flagged_by_the_highest_seen(hand_engine, simulated_clock, tmp_path, monkeypatch):
     from kvlab.measure import telemetry
 
-    clocks = itertools.cycle([1980.0, 1980.0, 1980.0, 1400.0])
-
     class Uneven(telemetry.Telemetry):
         source = "simulated"
 
         def read(self):
-            return telemetry.Reading(sm_mhz=next(clocks), throttled=False)
+            filled = hand_engine.kv_caches["attn"][1:].any()
+            return telemetry.Reading(sm_mhz=1400.0 if filled else 1980.0, watts=690.0, throttled=False)
 
     monkeypatch.setattr("kvlab.study.make_telemetry", lambda device: Uneven())
     simulated_clock(steady())
     run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
-    assert run.verdict_of("d", "isolated")["flagged"] == pytest.approx(0.25)
+    assert run.verdict_of("d", "isolated")["flagged"] == pytest.approx(1 / 3)
+    beside = run.telemetry
+    assert len(beside) == 8 * 3  # a row a round and arm
+    assert beside.groupby("arm")["sm_mhz"].unique().to_dict() == {"random": [1400], "zeros": [1980], "zeros_again": [1980]}
+    assert beside["readings"].ge(2).all()
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -240,3 +244,64 @@ def test_real_routing_is_marked(hand_engine, simulated_clock, tmp_path):
     run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
     assert run.samples["routing"].eq("real").all()
     assert "routing was real" in " ".join(run.verdict_of("d", "isolated")["reasons"])
+
+
+def test_a_pilot_plans_the_rounds_and_an_interruption_keeps_the_plan(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady(noise=0.01))
+    ticks = []
+    run = check(hand_engine, CASES[:1], budget=1e6, out=tmp_path / "whole", progress=ticks.append)
+    verdict = run.verdict_of("decode", "isolated")
+    plan = verdict["plan"]
+    assert plan["rounds"] == verdict["rounds"] == len(run.finished_rounds("decode", "isolated")) > PILOT_ROUNDS
+    assert next(tick.note for tick in ticks if tick.note).startswith(f"{plan['rounds']} rounds")
+    draw, calls = steady(noise=0.01), itertools.count()
+
+    def then_stop(step):
+        if next(calls) > 15 * (PILOT_ROUNDS + 2) + 40:
+            raise KeyboardInterrupt
+        return draw(step)
+
+    simulated_clock(then_stop)
+    with pytest.raises(KeyboardInterrupt):
+        check(hand_engine, CASES[:1], budget=1e6, out=tmp_path / "cut")
+    planned = open_run(tmp_path / "cut").cases["plan_isolated_rounds"][0]
+    simulated_clock(steady(gap=0.5, noise=0.2, seed=9))  # by other noise another number would be planned
+    run = check(hand_engine, CASES[:1], budget=1e6, out=tmp_path / "cut")
+    assert run.verdict_of("decode", "isolated")["rounds"] == planned
+
+
+def test_the_budget_bounds_the_rounds_and_is_said(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady(noise=0.2))
+    run = check(hand_engine, CASES[:1], budget=1e-6, out=tmp_path / "run")
+    plan = run.verdict_of("decode", "isolated")["plan"]
+    assert (plan["rounds"], plan["limit"]) == (PILOT_ROUNDS, "budget")
+    assert plan["wanted"] > PILOT_ROUNDS
+
+
+def test_more_rounds_and_another_mode_go_on_with_the_same_run(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    check(hand_engine, CASES[:1], rounds=6, out=tmp_path / "run").close()
+    check(hand_engine, CASES[:1], rounds=9, out=tmp_path / "run").close()
+    run = check(hand_engine, CASES[:1], rounds=6, mode="sustained", out=tmp_path / "run")
+    assert run.finished_rounds("decode", "isolated") == list(range(9))
+    assert run.finished_rounds("decode", "sustained") == list(range(6))
+    assert list(run.verdicts["mode"]) == ["isolated", "sustained"]
+
+
+def test_ticks_count_every_case_and_mode_to_the_end(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    for _ in range(2):  # the second time all is finished
+        ticks = []
+        check(hand_engine, CASES, rounds=7, out=tmp_path / "run", progress=ticks.append)
+        if ticks:
+            assert {tick.of for tick in ticks} == {2}
+            assert [tick.index for tick in ticks] == sorted(tick.index for tick in ticks)
+            assert {(tick.case, tick.done) for tick in ticks} >= {("decode", 7), ("hit", 7)}
+    assert not ticks
+
+
+def test_a_cpu_measures_one_of_both_modes(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    assert list(check(hand_engine, CASES[:1], rounds=6, mode="both", out=tmp_path / "run").verdicts["mode"]) == [
+        "isolated"
+    ]

@@ -1,11 +1,14 @@
 """The byte oracle: it finds any byte outside, names its owner, and says how tight the views are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cases import Case, Request, parse_case
+from kvlab.errors import EngineError
 from kvlab.kv.formats import RawFormat
 from kvlab.verification import reads_unwritten, verify, verify_step
 
@@ -120,3 +123,69 @@ def test_a_step_that_does_not_repeat_itself_is_held_to_its_own_distance(hand_eng
     honest, noise = step.forward, torch.Generator().manual_seed(0)
     step.forward = lambda: honest() * (1 + 1e-3 * torch.rand(1, 1, generator=noise).sub(0.5).sign())
     assert reads_unwritten(step) == "no"
+
+
+def test_an_output_that_moves_whatever_stands_there_cannot_be_told(hand_engine):
+    """A top-k whose order turns on what a GPU's caches hold: other last bits, the same for every poison."""
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    honest, cache = step.forward, hand_engine.kv_caches["attn"]
+    step.forward = lambda: honest() * (1 + 1e-6 * float(cache[60].any()))
+    assert reads_unwritten(step) is None
+
+
+def test_what_nans_leave_behind_is_no_read(hand_engine):
+    """A workspace that keeps a NaN: every later forward shows it, with or without poison."""
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    honest, cache, workspace = step.forward, hand_engine.kv_caches["attn"], [1.0]
+
+    def forward():
+        workspace[0] *= 1.0 + 0.0 * float(cache[60].sum())
+        return honest() * workspace[0]
+
+    step.forward = forward
+    assert reads_unwritten(step) is None
+
+
+def test_the_regions_tell_a_page_s_tail_from_foreign_blocks(hand_engine):
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    honest, cache = step.forward, hand_engine.kv_caches["attn"]
+    for block, expected in ((step.batch.block_ids["bench-0"][0][-1], ("yes", "no")), (60, ("no", "yes"))):
+        step.forward = lambda block=block: honest() + cache[block].float().sum()
+        assert tuple(reads_unwritten(step, region=region) for region in ("own", "foreign")) == expected
+    with pytest.raises(EngineError, match="region 'tail' is unknown; give all, own, foreign"):
+        reads_unwritten(step, region="tail")
+
+
+class MLAAttentionSpec:
+    block_size = 16
+
+    def __init__(self, num_states):
+        self.num_states = num_states
+
+
+class SlidingWindowSpec(MLAAttentionSpec):
+    sliding_window = 20
+
+
+@pytest.mark.parametrize("spec", [MLAAttentionSpec, SlidingWindowSpec])
+@pytest.mark.parametrize("states", [4, 8, 16, 32])
+@pytest.mark.parametrize("kv_len", [40, 41, 48, 100])
+def test_a_layer_that_stores_fewer_or_more_states_than_tokens(make_hand_engine, spec, states, kv_len):
+    """DeepSeek-V4.1 stores one state for two tokens: what counts as unwritten is counted in states."""
+    engine = make_hand_engine()
+    engine.kv_caches = {"latent": torch.zeros(64, states, 4)}
+    engine.attn_groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec(states), layer_names=["latent"])]
+    engine.kv_cache_groups = engine.attn_groups
+    step = engine.prepare(parse_case(f"d=1@{kv_len}"))
+    (table,) = step.batch.block_ids["bench-0"]
+
+    def reading(last):
+        rows = engine.kv_caches["latent"][table].flatten(0, 1)
+        return rows[table.count(0) * states : last].sum().reshape(1, 1)
+
+    written = -(-kv_len * states // 16)
+    step.forward = lambda: reading(written)
+    assert reads_unwritten(step) == "no"
+    if written < len(table) * states:
+        step.forward = lambda: reading(written + 1)
+        assert reads_unwritten(step) == "yes"

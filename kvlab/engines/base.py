@@ -6,7 +6,7 @@ A rank owns its caches; the study that drives several ranks drives each through 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from kvlab.cases import Case, jitter_kv_lens
-from kvlab.errors import EngineError
+from kvlab.engines.memory import GIB, free_bytes
+from kvlab.engines.prefill import Prefilled, prefix_batches
+from kvlab.errors import CapacityError, EngineError
 from kvlab.kv.batch import Batch, build_batch
-from kvlab.kv.fills import Fill, fill_kv_blocks
+from kvlab.kv.extents import storage_extents
+from kvlab.kv.fills import Fill, distinct_layers, fill_kv_blocks, zero_kv_blocks
 from kvlab.kv.formats import Format
 from kvlab.kv.snapshot import Snapshot
-from kvlab.kv.views import touched_kv_views
+from kvlab.kv.views import layer_tensors, owned_kv_views, touched_kv_views
 
 
 class Engine(ABC):
@@ -39,7 +42,10 @@ class Engine(ABC):
         dcp_size: decode context parallel ranks.
         lookahead: tokens that a drafter may write beyond the scheduled ones.
         routing: `none` for a model without experts, else `balanced` or `real`.
+        routing_note: what `routing` does not say by itself; empty where there is nothing.
+        prefill_tokens: tokens that one step of a prefill computes, at most.
         load_s: seconds that loading took; None where it was not timed.
+        topk: tokens that sparse attention chooses; None for a model that attends to all.
     """
 
     name: str
@@ -56,7 +62,11 @@ class Engine(ABC):
     dcp_size: int = 1
     lookahead: int = 0
     routing: str = "none"
+    routing_note: str = ""
+    prefill_tokens: int = 2048
     load_s: float | None = None
+    topk: int | None = None
+    _open_step: Callable[[], Step | None] | None = None
 
     def build(self, case: Case, seed: int = 0) -> Batch:
         """The case's batch over this engine's blocks, tokens drawn from `seed`; touches no memory of the device.
@@ -71,12 +81,59 @@ class Engine(ABC):
 
     @abstractmethod
     def prepare(self, case: Case, seed: int = 0) -> Step:
-        """A step of the case's batch; one is prepared at a time.
+        """A step of the case's batch; one is open at a time.
 
         Raises:
             CaseError, CapacityError: as `build`.
-            EngineError: when the engine cannot run it.
+            EngineError: when the engine cannot run it, or another step is open.
         """
+
+    def prefill(self, case: Case, seed: int = 0) -> Prefilled:
+        """The KV that the model itself writes for the tokens before a case's step, prefilled in chunks.
+
+        Called before `prepare` with the same case and seed; `step.prefilled = ...` then gives the step the arm
+        `prefill`. Slots behind a request's prefix are zero.
+
+        Raises:
+            CaseError, CapacityError: as `build`; also where no memory is left to keep the result, or no blocks to
+                take the prefill through.
+            EngineError: when the engine cannot prefill, the model fails, or a step is open.
+        """
+        self.refuse_second_step(case)
+        batch = self.build(case, seed)
+        layers = distinct_layers(layer_tensors(self.kv_caches, self.attn_groups, self.num_blocks, self.block_dims))
+        views = [view for layer in layers for view in owned_kv_views(layer, batch)]
+        needed = sum(extent.num_bytes for extent in storage_extents(views).values())
+        if needed > (free := free_bytes(self.device)):
+            raise CapacityError(
+                f"case {case.name!r}: its prefilled KV is kept beside the caches and needs {needed / GIB:.1f} GiB, but"
+                f" {free / GIB:.1f} GiB are free; take fewer requests ({len(batch.req_ids)} now), shorten K, or make"
+                " the pool smaller (--num-kv-blocks)"
+            )
+        zero_kv_blocks(self.kv_caches, self.attn_groups, batch, self.num_blocks, block_dims=self.block_dims)
+        tokens = min(self.prefill_tokens, self.max_model_len)
+        self.compute(
+            prefix_batches(case.name, batch, self.kv_cache_groups, self.num_blocks, tokens, self.dcp_size), seed
+        )
+        prefilled = Prefilled(views, case, batch)
+        prefilled.save()
+        return prefilled
+
+    def compute(self, batches: Iterable[Batch], seed: int = 0) -> None:
+        """Run some batches one after the other for what they write into the caches.
+
+        Raises:
+            EngineError: when the engine cannot, or the model fails.
+        """
+        raise EngineError(f"engine {self.name!r} cannot prefill; drop the arm prefill")
+
+    def refuse_second_step(self, case: Case) -> None:
+        """Raise EngineError while an earlier step is open: it shares blocks and runner with the next one."""
+        step = self._open_step() if self._open_step else None
+        if step is not None and not step.closed:
+            raise EngineError(
+                f"case {case.name!r}: the step of case {step.case.name!r} is still open; close it first (step.close())"
+            )
 
     def provenance(self) -> dict[str, Any]:
         """What the engine adds to a run's provenance: geometry, versions, fallbacks."""
@@ -94,7 +151,10 @@ class Step(ABC):
         case: the case.
         batch: its blocks and tokens.
         touched: the views that the step may write.
+        closed: whether it was closed; it then runs no more.
     """
+
+    closed: bool = False
 
     def __init__(self, engine: Engine, case: Case, batch: Batch) -> None:
         self.engine = engine
@@ -111,9 +171,38 @@ class Step(ABC):
         )
         self._snapshot = Snapshot(self.touched)
         self._filled = False
+        self._prefilled: Snapshot | None = None
+
+    @property
+    def prefilled(self) -> Snapshot | None:
+        """What `Engine.prefill` returned for this step's case and seed, for the fill `prefill`; None until it is set.
+
+        Raises:
+            EngineError: when set to that of other blocks or tokens.
+        """
+        return self._prefilled
+
+    @prefilled.setter
+    def prefilled(self, prefilled: Snapshot | None) -> None:
+        if isinstance(prefilled, Prefilled):
+            prefilled.check(self.case, self.batch)
+        self._prefilled = prefilled
 
     def fill(self, fill: Fill | str, seed: int = 0) -> None:
-        """Give all blocks of the case new contents, and save the touched views for `restore`."""
+        """Give all blocks of the case new contents, and save the touched views for `restore`.
+
+        Raises:
+            EngineError: for `prefill` without a prefill.
+        """
+        if (fill.strip() if isinstance(fill, str) else fill.kind) == "prefill":
+            if self.prefilled is None:
+                raise EngineError(
+                    f"case {self.case.name!r}: nothing was prefilled for this step; call engine.prefill(case, seed)"
+                    " before prepare and set step.prefilled"
+                )
+            self.prefilled.restore()
+            self.save()
+            return
         generator = torch.Generator(device=self.engine.device).manual_seed(seed)
         fill_kv_blocks(
             self.engine.kv_caches,
@@ -160,10 +249,29 @@ class Step(ABC):
     def first_nonfinite(self) -> str | None:
         """Run the step eagerly from the saved contents; the first layer with a NaN or an infinity, or None."""
 
+    def selection(self) -> dict[str, torch.Tensor]:
+        """What sparse attention chooses: one eager forward from the saved contents, never the timed one.
+
+        Returns:
+            Indexer name -> positions within a request's KV, int64 [rows, k] on the caches' device, -1 for none. Rows
+            are the step's tokens, requests in the batch's order. Layers that choose none are absent.
+        """
+        return {}
+
+    def expert_loads(self) -> dict[str, torch.Tensor]:
+        """Where tokens go: one eager forward from the saved contents, never the timed one.
+
+        Returns:
+            MoE layer -> tokens that each expert gets, int64 [experts] on the CPU; empty for a model without experts.
+            See `kvlab.engines.loads.loads_moved`.
+        """
+        return {}
+
     @contextmanager
     def capturing(self) -> Iterator[torch.cuda.Stream | None]:
         """What must surround a CUDA graph capture of `forward`, and the stream to capture on; any by default."""
         yield None
 
-    def close(self) -> None:  # noqa: B027
-        """Drop the batch; the engine can then prepare another."""
+    def close(self) -> None:
+        """Drop the batch; the engine can then prepare another. Harmless when called twice."""
+        self.closed = True

@@ -71,7 +71,9 @@ def encode_tiles(values: torch.Tensor, tile: int) -> tuple[torch.Tensor, torch.T
     tiles = as_finite(values).unflatten(-1, (-1, tile))
     mantissa, exponent = torch.frexp(tiles.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / limit)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).to(torch.int32)
-    codes = cast_saturating(torch.ldexp(tiles, -exponent.unsqueeze(-1)), torch.float8_e4m3fn)
+    # Exact: the exponent lies between -22 and 118. One power a tile, where `ldexp` of the tiles takes one a value.
+    inverse = torch.ldexp(torch.ones_like(mantissa), -exponent)
+    codes = cast_saturating(tiles * inverse.unsqueeze(-1), torch.float8_e4m3fn)
     return to_bytes(codes.flatten(-2)), exponent
 
 

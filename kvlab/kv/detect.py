@@ -16,7 +16,7 @@ from kvlab.kv.formats import (
     PerTokenHeadFormat,
     RawFormat,
 )
-from kvlab.kv.specs import is_recurrent
+from kvlab.kv.specs import declared_name, is_recurrent
 
 RAW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -53,14 +53,14 @@ def format_of(spec: Any, tensor: torch.Tensor, layer: str = "?", kv_cache_dtype:
 
 
 def _quantised_format(spec: Any, dtype: torch.dtype, cache_dtype: str) -> Format | None:
-    mode = _name_of(getattr(spec, "kv_quant_mode", None)).lower()
+    mode = declared_name(getattr(spec, "kv_quant_mode", None)).lower()
     if mode in ("", "none", "0"):
         mode = cache_dtype
     if dtype in FP8_DTYPES:
         return PerTokenHeadFormat(dtype) if "per_token_head" in mode else Fp8Format(dtype)
     if dtype not in (torch.uint8, torch.int8):
         return None
-    if _name_of(getattr(spec, "cache_role", None)).lower() == "indexer":
+    if declared_name(getattr(spec, "cache_role", None)).lower() == "indexer":
         return IndexerFormat()
     if cache_dtype == "fp8_ds_mla":
         return DeepseekV4Format() if getattr(spec, "model_version", None) == "deepseek_v4" else Fp8DsMlaFormat()
@@ -73,14 +73,7 @@ def _quantised_format(spec: Any, dtype: torch.dtype, cache_dtype: str) -> Format
     return None
 
 
-def _name_of(value: Any) -> str:
-    # Enums carry the field's word in `name` (quant modes) or `value` (string enums such as the cache role).
-    if isinstance(getattr(value, "value", None), str):
-        return str(value.value)
-    return "" if value is None else str(getattr(value, "name", value))
-
-
 def _describe(spec: Any) -> str:
     names = ("kv_quant_mode", "cache_dtype_str", "cache_role", "model_version")
-    said = [f"{n}={_name_of(getattr(spec, n, None))}" for n in names if getattr(spec, n, None) is not None]
+    said = [f"{n}={declared_name(getattr(spec, n, None))}" for n in names if getattr(spec, n, None) is not None]
     return f"({', '.join(said)})"

@@ -19,6 +19,14 @@ def kind_names(spec: Any) -> frozenset[str]:
     return frozenset(cls.__name__ for cls in type(spec).__mro__)
 
 
+def declared_name(value: Any) -> str:
+    """The word in which a spec's field says something: a string, an enum's, or "" for None."""
+    # Enums carry the field's word in `name` (quant modes) or `value` (string enums such as the cache role).
+    if isinstance(getattr(value, "value", None), str):
+        return str(value.value)
+    return "" if value is None else str(getattr(value, "name", value))
+
+
 def is_recurrent(spec: Any) -> bool:
     """Whether a layer keeps one state (or ring) a request, read and written in place."""
     return not kind_names(spec).isdisjoint(RECURRENT_KINDS)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvlab.cases import Case, Request
 from kvlab.kv.batch import Batch, build_batch
+from kvlab.kv.detect import format_of
 
 
 class KVCacheSpec(SimpleNamespace):
@@ -177,6 +178,43 @@ def tensors_of(cache: Any) -> list[torch.Tensor]:
     if isinstance(cache, torch.Tensor):
         return [cache] if cache.numel() else []
     return [t for item in cache or () for t in tensors_of(item)]
+
+
+# A byte that neither zeros nor encoded values leave everywhere.
+GUARD = 0xA5
+
+
+def owned_bytes(world):
+    """Per buffer, a mask of the bytes of the batch's blocks: one `narrow` a block, by the geometry as built."""
+    masks = [torch.zeros_like(buffer.view(torch.uint8).flatten()) for buffer in world.buffers]
+    by_address = {b.untyped_storage().data_ptr(): mask for b, mask in zip(world.buffers, masks, strict=True)}
+    for group in world.groups:
+        for layer in group.layer_names:
+            factor = world.factors[layer]
+            for tensor in tensors_of(world.kv_caches[layer]):
+                mask = by_address[tensor.untyped_storage().data_ptr()].view(tensor.dtype)
+                twin = mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                bits = twin.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+                for begin, end in world.batch.group_block_ranges[group.kv_cache_group_id]:
+                    for block in range(begin, end):
+                        bits.narrow(world.dims[layer], block * factor, factor).fill_(
+                            255 if bits.dtype == torch.uint8 else -1
+                        )
+    return [mask.view(torch.uint8) == 255 for mask in masks]
+
+
+def refill_guards(world):
+    for buffer in world.buffers:
+        buffer.view(torch.uint8).fill_(GUARD)
+
+
+def zero_tokens_of(layer, begin, end):
+    """bool [tokens of blocks begin to end]: all bytes of the token are zero."""
+    fmt = format_of(layer.spec, layer.tensor, layer.layer)
+    fields = fmt.fields(layer.token_major(begin, end))
+    used = torch.cat([field.contiguous() for field in fields.values()], -1).to(torch.int64)
+    # Sum over everything but kernel block and token.
+    return (used.sum(-1).flatten(1, -2).sum(1) if used.dim() > 3 else used.sum(-1)).flatten() == 0
 
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)

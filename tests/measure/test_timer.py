@@ -8,7 +8,7 @@ import torch
 from kvlab.cases import parse_case
 from kvlab.engines.base import Step
 from kvlab.errors import EngineError
-from kvlab.measure.timer import make_timer, relative_rms
+from kvlab.measure.timer import GraphTimer, make_timer, relative_rms
 
 
 def test_every_replay_starts_from_the_saved_contents(hand_engine):
@@ -64,3 +64,24 @@ def test_relative_rms_is_zero_for_equals_and_scales():
     assert relative_rms(x, x) == 0
     assert relative_rms(1.01 * x, x) == pytest.approx(0.01, rel=1e-3)
     assert relative_rms(torch.zeros(3), torch.zeros(3)) == 0
+
+
+def test_a_graph_settles_for_the_time_that_replays_take_with_their_restores(monkeypatch):
+    """A step far shorter than its own restore must not settle for minutes."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Graph(GraphTimer):
+        def __init__(self):
+            self.counts = []
+
+        def time(self, count):
+            self.counts.append(count)
+            now[0] += 0.004 * count
+            return [10.0] * count
+
+    timer = Graph()
+    timer.settle(0.2)
+    assert now[0] == pytest.approx(0.2, abs=0.02)
+    # One call for all, so that a sustained load has no pause.
+    assert len(timer.counts) == 2

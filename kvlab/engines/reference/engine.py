@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 
-from kvlab.cases import Case, jitter_kv_lens
+from kvlab.cases import Case
 from kvlab.engines.base import Engine, Step
 from kvlab.engines.reference.attention import Observer
 from kvlab.engines.reference.caches import attention_groups, build_caches, kv_cache_groups
 from kvlab.engines.reference.model import Model, cache_pages, init_weights
 from kvlab.engines.reference.plan import Plan, build_plan
 from kvlab.engines.reference.presets import ReferenceConfig, find_config
+from kvlab.engines.reference.selection import Chosen
 from kvlab.errors import EngineError
-from kvlab.kv.batch import Batch, build_batch
+from kvlab.kv.batch import Batch
 from kvlab.kv.specs import is_recurrent
 
 # The default pool: four requests of 8,192 tokens.
@@ -54,6 +56,7 @@ class ReferenceEngine(Engine):
         self.config, self.model, self.device, self.dtype, self.seed = config, config.name, device, dtype, seed
         self.num_blocks = num_kv_blocks
         self.vocab_size, self.max_model_len = config.vocab_size, config.max_model_len
+        self.topk = config.topk if "dsa" in config.pattern else None
         self.caches = build_caches(groups, num_kv_blocks, device)
         self.kv_caches = self.caches.tensors
         self.kv_cache_groups = self.caches.groups
@@ -70,13 +73,16 @@ class ReferenceEngine(Engine):
         ]
 
     def prepare(self, case: Case, seed: int = 0) -> ReferenceStep:
-        # Without jitter this only checks the lengths, with the same words.
-        case = jitter_kv_lens(case, 0.0, self.max_model_len, 0)
-        rng = np.random.default_rng(seed)
-        batch = build_batch(
-            case, self.kv_cache_groups, self.num_blocks, self.vocab_size, rng, self.dcp_size, self.lookahead
-        )
-        return ReferenceStep(self, case, batch)
+        self.refuse_second_step(case)
+        step = ReferenceStep(self, case, self.build(case, seed))
+        # A step holds nothing but memory: one that was dropped is as good as closed.
+        self._open_step = weakref.ref(step)
+        return step
+
+    @torch.inference_mode()
+    def compute(self, batches: Iterable[Batch], seed: int = 0) -> None:
+        for batch in batches:
+            self.network(self.plan(batch))
 
     def plan(self, batch: Batch) -> Plan:
         """The batch as index tensors."""
@@ -134,6 +140,13 @@ class ReferenceStep(Step):
             raise EngineError(f"case {self.case.name!r}: the step is closed; prepare it again")
         return self.engine.network(self._plan, observer)
 
+    def selection(self) -> dict[str, torch.Tensor]:
+        chosen = Chosen(self.engine.config.topk)
+        self.restore()
+        self.observe(chosen.observe)
+        assert self._plan is not None
+        return chosen.by_layer(self._plan)
+
     def first_nonfinite(self) -> str | None:
         found: list[str] = []
 
@@ -146,6 +159,7 @@ class ReferenceStep(Step):
         return found[0] if found else None
 
     def close(self) -> None:
+        super().close()
         self._plan = None
 
 

@@ -21,6 +21,9 @@ from kvlab.engines.vllm.flavour import Flavour
 # A prefix hit may recompute a window more than its query; no window of a supported model is longer.
 _REPLAY_ROOM = 1024
 _LEAST_BATCHED_TOKENS = 8192
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Says that they are kvlab's own, not a launcher's.
+_OWN_LAUNCH = "KVLAB_LAUNCH"
 # Behind the longest request, for what a drafter writes.
 _CONTEXT_ROOM = 16
 
@@ -45,6 +48,14 @@ def set_environment(flavour: Flavour, model: str) -> None:
             port.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(port.getsockname()[1])
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ[_OWN_LAUNCH] = "1"
+
+
+def forget_launch() -> None:
+    """Let the next model take a port of its own; a launcher's environment stays."""
+    if os.environ.pop(_OWN_LAUNCH, None):
+        for name in _LAUNCH:
+            os.environ.pop(name, None)
 
 
 def engine_arguments(

@@ -15,8 +15,11 @@ import torch
 from kvlab.errors import GeometryError
 from kvlab.kv.detect import format_of
 from kvlab.kv.formats import DeepseekV4Format, Format, IndexerFormat
+from kvlab.kv.specs import kind_names, layer_spec
 from kvlab.kv.views import iter_tensors
 
+# Specs whose blocks a decoder's tokens own; others are sized by an encoder, or have rules of their own.
+_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec", "CircularBufferSpec")
 # Backends that order a block's values their own way: the CPU's keeps all K of a block, transposed, before all V.
 _OWN_ORDER = ("CPUAttentionBackend",)
 
@@ -32,9 +35,13 @@ def attention_groups(runner: Any, caches: Mapping[str, Any]) -> list[Any]:
     """The runner's attention groups, one list for all KV cache groups; only layers that have a cache.
 
     Raises:
-        GeometryError: for a layer with a cache of its own that no attention group speaks for.
+        GeometryError: for a layer with a cache of its own that no attention group speaks for, or of a spec that kvlab
+            does not know.
     """
     groups = [_Group(group, caches) for groups in runner.attn_groups for group in groups]
+    for group in groups:
+        for name in group.layer_names:
+            _refuse_unknown_spec(layer_spec(group.kv_cache_spec, name), name, caches[name])
     spoken_for = {name for group in groups for name in group.layer_names}
     for group_id, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         if silent := [name for name in group.layer_names if name in caches and name not in spoken_for]:
@@ -43,6 +50,15 @@ def attention_groups(runner: Any, caches: Mapping[str, Any]) -> list[Any]:
                 " but no attention group: kvlab cannot tell which of its blocks a step writes"
             )
     return groups
+
+
+def _refuse_unknown_spec(spec: Any, name: str, cache: Any) -> None:
+    if kind_names(spec).isdisjoint(_SPECS):
+        tensor = next(iter_tensors(cache))
+        raise GeometryError(
+            f"layer {name!r}: {type(spec).__name__} (dtype {tensor.dtype}, shape {tuple(tensor.shape)}) is no spec that"
+            f" kvlab knows; it knows {', '.join(_SPECS)} and what derives from them; take another model"
+        )
 
 
 class _Group:

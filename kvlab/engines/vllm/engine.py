@@ -7,8 +7,9 @@ Relies on `vllm/entrypoints/llm.py` (LLM.from_engine_args) and, for MoE models, 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,22 @@ import torch
 
 from kvlab.cases import Case
 from kvlab.engines.base import Engine, Step
-from kvlab.engines.vllm.arguments import engine_arguments, set_environment
+from kvlab.engines.vllm.arguments import engine_arguments, forget_launch, set_environment
 from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats
+from kvlab.engines.vllm.experts import counted_experts
+from kvlab.engines.vllm.failures import forward_failure, load_failure
 from kvlab.engines.vllm.finite import first_nonfinite_module
 from kvlab.engines.vllm.flavour import Flavour, installed_flavour
 from kvlab.engines.vllm.forward import CaughtForward
-from kvlab.engines.vllm.routing import Routing, install_routing
-from kvlab.errors import CaseError, EngineError
+from kvlab.engines.vllm.pool import sized_by
+from kvlab.engines.vllm.routing import Routing, install_routing, routing_note
+from kvlab.engines.vllm.selection import watched_selection
+from kvlab.errors import CaseError, EngineError, KvlabError
 from kvlab.kv.batch import Batch
 from kvlab.kv.fills import zero_kv_blocks
+
+# A longer chunk of a prefill fills a GPU no better and needs more memory for activations.
+_PREFILL_TOKENS = 8192
 
 
 class VllmEngine(Engine):
@@ -44,6 +52,7 @@ class VllmEngine(Engine):
         self.num_blocks = config.num_blocks
         self.vocab_size = self.runner.model_config.get_vocab_size()
         self.max_model_len = self.runner.model_config.max_model_len
+        self.topk = getattr(self.runner.model_config.hf_text_config, "index_topk", None)
         self.dcp_size = self.runner.parallel_config.decode_context_parallel_size
         self.kv_caches = layer_caches(self.runner)
         self.attn_groups = attention_groups(self.runner, self.kv_caches)
@@ -52,8 +61,11 @@ class VllmEngine(Engine):
         # `create_kv_cache_views` (`vllm/v1/kv_cache_interface.py`) puts blocks first, whatever the strides.
         self.block_dims = dict.fromkeys(self.kv_caches, 0)
         self.routing = Routing.resolve(routing, self.runner.model, flavour, arguments["load_format"] == "dummy")
+        self.routing_note = routing_note(self.routing, self.runner.model)
+        self.prefill_tokens = min(self.runner.max_num_tokens, _PREFILL_TOKENS)
 
     def prepare(self, case: Case, seed: int = 0) -> VllmStep:
+        self.refuse_second_step(case)
         drafts = max(request.num_draft_tokens for request in case.requests)
         steps = getattr(self.runner, "num_speculative_steps", drafts)
         if drafts > steps:
@@ -61,7 +73,20 @@ class VllmEngine(Engine):
                 f"case {case.name!r} verifies {drafts} drafts, but the model was loaded for {steps}; load it with"
                 f' --engine-arg \'speculative_config={{"method": "ngram", "num_speculative_tokens": {drafts}}}\''
             )
-        return VllmStep(self, case, self.build(case, seed), seed)
+        step = VllmStep(self, case, self.build(case, seed), seed)
+        # Kept alive until it is closed: its requests stay in the runner, and its routing in the model.
+        self._open_step = lambda: step
+        return step
+
+    def compute(self, batches: Iterable[Batch], seed: int = 0) -> None:
+        routing = install_routing(self.runner, self.routing, self.prefill_tokens, seed)
+        try:
+            for batch in batches:
+                CaughtForward(self.runner, batch, self.flavour).finish()
+        except Exception as error:  # whatever the model or a kernel raises
+            raise forward_failure("a prefill", error) from error
+        finally:
+            routing.remove()
 
     def provenance(self) -> dict[str, Any]:
         config = self.runner.model_config.hf_config
@@ -85,17 +110,28 @@ class VllmEngine(Engine):
                 "hf_overrides": self.arguments.get("hf_overrides"),
                 "load_format": self.arguments["load_format"],
             },
+            "routing_note": self.routing_note,
             "runner": f"{self.flavour.distribution} {self.flavour.runner}",
             "engine_arguments": {key: value for key, value in self.arguments.items() if key != "model"},
         }
 
     def close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
+        """Give back memory, the distributed groups and their port; harmless when called twice."""
+        if not hasattr(self, "_llm"):
+            return
+        step = self._open_step() if self._open_step else None
+        if step is not None:
+            with suppress(Exception):  # after a failed kernel no call succeeds, but the memory must go
+                step.close()
+        self._open_step = None
         self.kv_caches, self.attn_groups, self.kv_cache_groups = {}, [], []
+        core = self._llm.llm_engine.engine_core
         del self.runner, self._llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        try:
+            core.shutdown()
+        finally:
+            del core
+            _clean_up()
 
 
 class VllmStep(Step):
@@ -109,20 +145,39 @@ class VllmStep(Step):
         self._routing = install_routing(engine.runner, engine.routing, batch.num_tokens, seed)
         try:
             self._forward = CaughtForward(engine.runner, batch, engine.flavour)
-            self._routing.check_applied()
-        except EngineError:
-            self._routing.remove()
-            raise
         except Exception as error:  # whatever the model or a kernel raises
             self._routing.remove()
-            raise EngineError(f"case {case.name!r}: vLLM failed inside the forward: {_last_line(error)}") from error
+            raise forward_failure(f"case {case.name!r}", error) from error
+        try:
+            self._routing.check_applied()
+        except EngineError:
+            self.close()
+            raise
 
     def forward(self) -> torch.Tensor:
-        return self._forward()
+        if self.closed:
+            raise EngineError(f"case {self.case.name!r}: the step is closed; prepare it again")
+        try:
+            return self._forward()
+        except Exception as error:  # whatever the model or a kernel raises
+            raise forward_failure(f"case {self.case.name!r}", error) from error
 
     def first_nonfinite(self) -> str | None:
         self.restore()
-        return first_nonfinite_module(self.engine.runner.model, self._forward)
+        return first_nonfinite_module(self.engine.runner.model, self.forward)
+
+    def selection(self) -> dict[str, torch.Tensor]:
+        self.restore()
+        with watched_selection(self.engine.runner.model, self.batch.num_tokens) as chosen:
+            self.forward()
+        order = self._forward.order().to(self.engine.device)
+        return {name: positions.index_select(0, order) for name, positions in chosen.items()}
+
+    def expert_loads(self) -> dict[str, torch.Tensor]:
+        self.restore()
+        with counted_experts(self.engine.runner.model) as loads:
+            self.forward()
+        return loads
 
     @contextmanager
     def capturing(self) -> Iterator[torch.cuda.Stream | None]:
@@ -132,6 +187,9 @@ class VllmStep(Step):
             yield context.stream
 
     def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
         self._routing.remove()
         self._forward.finish()
 
@@ -156,11 +214,13 @@ def load_vllm(
         cases: what will be run; they size batch and context.
         routing: of MoE models, `balanced`, `real`, or `auto`: balanced with dummy weights where vLLM's fixture
             takes the model.
-        num_kv_blocks: blocks of the pool; by default what the memory holds.
+        num_kv_blocks: blocks of the pool; by default what a GPU's memory holds, or on a CPU what the cases need.
         arguments: any further `EngineArgs` fields.
 
     Raises:
-        EngineError: for an unsupported vLLM, architecture or argument, or a model that does not fit.
+        EngineError: for an unsupported vLLM, architecture or argument.
+        CapacityError: for a model or cases that do not fit.
+        FormatError, GeometryError: for a cache that kvlab does not know.
     """
     flavour = installed_flavour()
     set_environment(flavour, model)
@@ -178,22 +238,35 @@ def load_vllm(
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
 
+    # A GPU's pool is its memory, as in serving; a CPU's would be whole GiB that nothing uses.
+    by_cases = flavour.device == "cpu" and cases and num_kv_blocks is None
     try:
         args = EngineArgs(**wanted)
         if flavour.device == "cuda":
             args.compilation_config.mode = CompilationMode.NONE
             args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        llm = LLM.from_engine_args(args) if hasattr(LLM, "from_engine_args") else LLM(**wanted)
-    except torch.cuda.OutOfMemoryError as error:
-        raise EngineError(f"model {model!r} does not fit: {_last_line(error)}; reduce layers or experts") from error
+        with sized_by(cases) if by_cases else nullcontext():
+            llm = LLM.from_engine_args(args) if hasattr(LLM, "from_engine_args") else LLM(**wanted)
     except Exception as error:  # vLLM raises whatever its parts raise
-        raise EngineError(f"vLLM could not load model {model!r}: {_last_line(error)}") from error
-    return VllmEngine(llm, str(Path(model).name) if Path(model).is_dir() else model, flavour, wanted, routing)
+        failure = load_failure(model, error, wanted)
+        # The frames that raised hold what was loaded so far.
+        traceback.clear_frames(error.__traceback__)
+        _clean_up()
+        raise failure from error
+    name = str(Path(model).name) if Path(model).is_dir() else model
+    try:
+        return VllmEngine(llm, name, flavour, wanted, routing)
+    except KvlabError:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        _clean_up()
+        raise
 
 
-def _last_line(error: BaseException) -> str:
-    """An exception as one line: pydantic's say what is wrong in their second and third."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if hasattr(error, "errors") and len(lines) > 2:
-        lines = [f"{lines[1]}: {lines[2].partition(' [type=')[0]}"]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+def _clean_up() -> None:
+    """Free what no longer has an owner, and the distributed groups with their port."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    forget_launch()

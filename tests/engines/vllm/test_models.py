@@ -65,6 +65,48 @@ def test_the_same_step_from_the_same_contents_gives_the_same_bits(answers, model
 
 
 @every_model
+def test_a_prefill_in_chunks_writes_what_a_whole_one_writes(answers, model):
+    for told in answers(model)["prefill"]:
+        assert told["finite"]
+        assert told["moved"] < 0.02
+        assert told["output"] < 0.02
+
+
+@every_model
+def test_a_prefill_writes_all_of_the_prefix_that_a_step_reads(answers, model):
+    *filled, fresh, chunk, mixed = [told["filled"] for told in answers(model)["prefill"]]
+    assert fresh is None
+    # A value may be zero by itself, a row or a state may not.
+    assert min(*filled, chunk, mixed) > 0.98
+
+
+@every_model
+def test_one_step_at_a_time(answers, model):
+    refused = "case 'hit': the step of case 'decode' is still open; close it first (step.close())"
+    assert answers(model)["second"] == [refused, refused]
+    assert answers(model)["closed"] == "case 'decode': the step is closed; prepare it again"
+
+
+@every_model
+def test_a_model_that_raises_is_told_and_the_next_step_runs(answers, model):
+    told = answers(model)["failed"]
+    failure = "vLLM failed inside the forward: RuntimeError: no kernel image is available"
+    assert told["said"] == [f"case 'hit': {failure}", f"a prefill: {failure}", f"case 'hit': {failure}"]
+    assert told["ran"]
+
+
+@every_model
+def test_every_token_is_counted_once_an_expert_it_goes_to(answers, model):
+    told = answers(model)
+    assert bool(told["loads"]) == (model in EXPERTS)
+    for loads in told["loads"].values():
+        assert sum(loads) == told["tokens"] * 2
+        assert len(loads) >= 4
+    # No sparse attention runs on a CPU.
+    assert told["selection"] == []
+
+
+@every_model
 def test_nans_in_a_cache_are_found_in_its_layer(answers, model):
     """Public case 4 (vllm issue 57716)."""
     told = answers(model)["poisoned"]

@@ -1,0 +1,174 @@
+"""Layer 6: what the notebooks share: errors as a sentence, where figures come from, folders that resume.
+
+Nothing here imports Jupyter: outside of a notebook `setup` has nothing to set up, and the rest works as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sys
+import time
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pandas.io.formats.style import Styler
+from tqdm.auto import tqdm
+
+from kvlab import background
+from kvlab.errors import KvlabError, RunError, StudyError
+from kvlab.provenance import identity, machine
+from kvlab.report.content import verdict_table as tabulate
+from kvlab.report.facts import by_severity, read_runs
+from kvlab.run import Run, open_run
+
+# Beside the package in a checkout; an installed wheel has no such folder.
+COMMITTED = Path(__file__).resolve().parents[1] / "data" / "h200"
+_CELL = "text-align: left; vertical-align: top; white-space: nowrap; padding: 1px 11px 1px 0; line-height: 1.4"
+_CAPTION = "caption-side: bottom; text-align: left; line-height: 1.4; padding-top: 6px; color: inherit; max-width: 60em"
+_TABLE: Any = [{"selector": "th, td", "props": _CELL}, {"selector": "caption", "props": _CAPTION}]
+_DPI = 144
+_CSS_DPI = 96
+_POLL = 0.2  # seconds
+
+
+def setup() -> None:
+    """Make this notebook show an error of kvlab as one sentence, and figures sharp on any screen."""
+    # IPython's own protocol (`InteractiveShell.showtraceback`); other errors keep their traceback.
+    setattr(KvlabError, "_render_traceback_", _sentence)  # noqa: B010
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        png = shell.display_formatter.formatters["image/png"]
+        png.for_type_by_name("matplotlib.figure", "Figure", _png)
+
+
+def _sentence(error: KvlabError) -> list[str]:
+    return [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+
+
+def _png(fig: Any) -> tuple[bytes, dict[str, int]]:
+    """The figure, and the width at which its letters have their printed size."""
+    return png_bytes(fig), {"width": round(fig.get_figwidth() * _CSS_DPI)}
+
+
+def png_bytes(fig: Any) -> bytes:
+    """A figure as PNG."""
+    buffer = io.BytesIO()
+    fig.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()
+
+
+def watermark(*runs: Run) -> pd.DataFrame:
+    """This machine, then a row a run that is shown: what its figures were measured with, and whether just now.
+
+    Columns: figures (`live`, or `committed` for a run of this repository's data), gpu, driver, clocks (of the card:
+    the highest, and the power limit), torch, vllm, kvlab, utc.
+    """
+    rows = {"this machine": {"figures": "", **_facts(machine())}}
+    for run in runs:
+        from_data = run.path.resolve().is_relative_to(COMMITTED.parent)
+        rows[run.path.name] = {"figures": "committed" if from_data else "live", **_facts(run.provenance)}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _facts(provenance: dict[str, Any]) -> dict[str, str]:
+    who = identity(provenance)
+    return {
+        "gpu": who["gpu"],
+        "driver": provenance.get("driver") or "none",
+        "clocks": "; ".join(dict.fromkeys(_clocks(gpu) for gpu in provenance.get("gpus", ()))) or "none",
+        "torch": who["torch"],
+        "vllm": who["vllm"],
+        "kvlab": who["kvlab"],
+        "utc": str(provenance.get("utc", "unknown")).removesuffix("+00:00"),
+    }
+
+
+def _clocks(gpu: dict[str, Any]) -> str:
+    known = [
+        (gpu.get("max_sm_mhz"), "MHz SM"),
+        (gpu.get("max_memory_mhz"), "MHz memory"),
+        (gpu.get("power_limit_watts"), "W"),
+    ]
+    return (
+        "up to " + ", ".join(f"{value:.0f} {unit}" for value, unit in known if value)
+        if any(v for v, _ in known)
+        else "unknown"
+    )
+
+
+def committed(*patterns: str) -> list[Run]:
+    """The runs of this repository's data that match the first pattern which any matches, e.g. `sweep-*-isolated`.
+
+    Raises:
+        RunError: where there are none.
+    """
+    for pattern in patterns:
+        if folders := sorted(COMMITTED.glob(pattern)):
+            return [open_run(folder) for folder in folders]
+    raise RunError(f'no committed run {" or ".join(patterns)} in {COMMITTED}; set source = "live" to measure here')
+
+
+def verdict_table(*runs: Run) -> Styler:
+    """A row a case and mode of the runs, the worst verdict first, and below why; for reading, `.data` is the DataFrame.
+
+    A case that is not finished has its rounds in place of a verdict.
+
+    Raises:
+        RunError: for no runs.
+    """
+    rows = by_severity(row for each in read_runs(runs)[0] for row in each.rows)
+    texts = tabulate(rows)
+    told = [(f"{row.model}, {row.case}", [*row.reasons, row.cause or ""]) for row in rows]
+    why = "<br>".join(f"<b>{escape(what)}</b>: {escape(' '.join(said))}" for what, said in told if any(said))
+    style = pd.DataFrame(texts.rows, columns=[*texts.head]).style.hide().format(escape="html")
+    return style.set_caption(why).set_table_styles(_TABLE)
+
+
+def folder(name: str, **parameters: Any) -> Path:
+    """`runs/NAME-KEY`, the key made of the parameters and of what is measured with.
+
+    The same notebook with the same parameters so goes on with the run that it began, and with others begins another.
+    """
+    asked = json.dumps([parameters, identity(machine())], sort_keys=True, default=str)
+    return Path("runs") / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+
+
+def measure(name: str, command: str, model: str, engine: str, **spec: Any) -> Run:
+    """Check or sweep in a child process, with a bar.
+
+    The run is in `folder(name, ...)`, so the same call goes on with it after an interruption.
+
+    Args:
+        name: of what asks, for the folder.
+        command: `check` or `sweep`.
+        spec: further keys of `kvlab.background.start`: `cases` or `sweep`, `arms`, `margin`, `mode`, `rounds`, ...
+
+    Raises:
+        KvlabError: what the child could not do; or that it was interrupted, and where the finished rounds are.
+    """
+    spec = {"command": command, "model": model, "engine": engine, **spec}
+    out = folder(name, **spec)
+    job = background.start(spec, out)
+    with tqdm(unit="round", desc="loading") as bar:
+        try:
+            while (state := job.state()).stage not in background.ENDED:
+                if state.case:
+                    bar.total = state.total
+                    bar.set_description(state.case, refresh=False)
+                    bar.update(state.done - bar.n)
+                time.sleep(_POLL)
+        except KeyboardInterrupt:
+            job.cancel()
+            job.wait(background.GRACE)
+            raise StudyError(f"interrupted; finished rounds are kept in {out}, run the cell again to go on") from None
+        finally:
+            job.close()
+        bar.update(state.done - bar.n)
+    if state.stage != "done":
+        raise StudyError(state.message)
+    return open_run(out)

@@ -1,0 +1,25 @@
+"""Layer 4: figures: functions of DataFrames that return (fig, ax) or (fig, axes); nothing here shows or saves."""
+
+from kvlab.plots.gaps import plot_compare, plot_gaps
+from kvlab.plots.kernels import plot_kernels, plot_parts
+from kvlab.plots.samples import plot_clocks, plot_samples
+from kvlab.plots.selection import plot_selection
+from kvlab.plots.style import SERIES_COLOURS, VERDICT_STYLE
+from kvlab.plots.sweeps import plot_context_sweep, plot_topk_sweep, plot_zero_fraction
+from kvlab.plots.views import plot_views
+
+__all__ = [
+    "SERIES_COLOURS",
+    "VERDICT_STYLE",
+    "plot_clocks",
+    "plot_compare",
+    "plot_context_sweep",
+    "plot_gaps",
+    "plot_kernels",
+    "plot_parts",
+    "plot_samples",
+    "plot_selection",
+    "plot_topk_sweep",
+    "plot_views",
+    "plot_zero_fraction",
+]

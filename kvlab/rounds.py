@@ -1,0 +1,68 @@
+"""Layer 5: one randomised round over all arms of a prepared step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvlab.engines.base import Step
+from kvlab.measure.sampler import Sampler
+from kvlab.measure.schedule import round_order
+from kvlab.measure.telemetry import Telemetry
+from kvlab.measure.timer import Timer
+from kvlab.plan import Plan
+
+# Random contents are drawn anew from this many seeds in turn, so that a verdict is not about one draw.
+RANDOM_SEEDS = 4
+# Seconds of replays before each arm of a sustained round: the power under the new contents settles first.
+_SETTLE = 0.2
+
+
+def measure_round(
+    step: Step, timer: Timer, plan: Plan, mode: str, index: int, telemetry: Telemetry, finite: dict[str, bool]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Time every arm once, in the round's own order.
+
+    Args:
+        index: of the round, from 0.
+        finite: arm -> its outputs were finite so far; updated.
+
+    Returns:
+        Rows for `Run.add_round`; and what the card did meanwhile, a row an arm for `Run.add_telemetry`, which has yet
+        to learn case, mode and round; none where there are no sensors.
+    """
+    by_name = {arm.name: arm for arm in plan.arms}
+    rows: list[dict[str, Any]] = []
+    readings: list[dict[str, Any]] = []
+    for position, name in enumerate(round_order(list(by_name), index, plan.seed)):
+        seed = plan.seed + index % RANDOM_SEEDS
+        step.fill(by_name[name].fill, seed)
+        if mode == "sustained":
+            timer.settle(_SETTLE)
+        elif plan.discard:
+            timer.time(plan.discard)
+        with Sampler(telemetry) as sampler:
+            times = timer.time(plan.replays)
+        reading = sampler.summary()
+        if reading.readings:
+            readings.append({"arm": name, "t_s": sampler.readings[0].t_s, **asdict(reading)})
+        finite[name] &= bool(timer.output().isfinite().all())
+        rows += [
+            {
+                "position": position,
+                "arm": name,
+                "fill": str(by_name[name].fill),
+                "seed": seed,
+                "replay": replay,
+                "us": us,
+                "routing": step.engine.routing,
+                "sm_mhz": reading.sm_mhz,
+                "mem_mhz": reading.mem_mhz,
+                "watts": reading.watts,
+                "celsius": reading.celsius,
+                "throttled": reading.throttled,
+                "flagged": bool(reading.throttled),
+            }
+            for replay, us in enumerate(times)
+        ]
+    return rows, readings

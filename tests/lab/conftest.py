@@ -1,0 +1,119 @@
+"""A real JupyterLab over a copy of the notebooks, and a browser that looks at it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+SCREENSHOTS = Path(os.environ.get("KVLAB_SCREENSHOTS", ROOT / "build" / "screenshots"))
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def quiet_environment(home: Path) -> dict[str, str]:
+    """One thread, and Jupyter's own files in a temporary folder."""
+    places = {
+        "JUPYTER_CONFIG_DIR": home / "config",
+        "JUPYTER_RUNTIME_DIR": home / "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": home / "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces",
+        "IPYTHONDIR": home / "ipython",
+    }
+    for place in places.values():
+        place.mkdir(parents=True, exist_ok=True)
+    news = home / "settings" / "@jupyterlab" / "apputils-extension"
+    news.mkdir(parents=True, exist_ok=True)
+    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    return {**os.environ, **{name: str(place) for name, place in places.items()}, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A server's address, and the folder that it shows."""
+    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed: make test-lab")
+    home = tmp_path_factory.mktemp("jupyter")
+    root = home / "notebooks"
+    shutil.copytree(NOTEBOOKS, root, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.port": str(port),
+        "ServerApp.port_retries": "0",
+        "ServerApp.root_dir": str(root),
+        "ServerApp.allow_root": "True",
+        "IdentityProvider.token": "",
+        "LabApp.collaborative": "False",
+    }
+    with (home / "log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", *(f"--{k}={v}" for k, v in options.items())],
+            env=quiet_environment(home),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(address, server, home / "log")
+        yield address, root
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def wait_for(address: str, server: subprocess.Popen, log: Path, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert server.poll() is None, f"JupyterLab ended:\n{log.read_text()}"
+        try:
+            urllib.request.urlopen(f"{address}/api", timeout=2).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.3)
+    pytest.fail(f"JupyterLab did not answer in {seconds:.0f} s:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def page():
+    """A page of headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: make test-lab")
+    with playwright.sync_playwright() as play:
+        found = next(filter(None, map(shutil.which, BROWSERS)), None)
+        try:
+            browser = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except playwright.Error as error:
+            if found:
+                raise
+            pytest.skip(f"no Chromium: install one (apt-get install chromium, or playwright install chromium): {error}")
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(60_000)
+        yield page
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def shoot():
+    """Keep a picture of a page: `shoot(page, name)`."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+
+    def take(page, name):
+        page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+    return take

@@ -1,0 +1,112 @@
+"""The dashboard in real JupyterLab: start, watch, cancel, start again, a verdict, a figure on disk.
+
+`KVLAB_SCREENSHOTS` says where the pictures go, `build/screenshots` by default.
+"""
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.lab
+
+# Small enough for a verdict within seconds; rounds enough to be cancelled on the way.
+SETTINGS = {"Contexts": "256", "Batch": "1", "Rounds": "30"}
+
+
+def field(page, name):
+    """The input that is labelled `name`."""
+    return page.get_by_label(name, exact=True)
+
+
+def button(page, name):
+    return page.locator("button.widget-button", has_text=re.compile(rf"^\s*{name}$"))
+
+
+def wait_for_text(page, pattern, seconds=60):
+    """Wait for a line of the dashboard, and return its match."""
+    line = page.locator(".widget-html-content").filter(has_text=re.compile(pattern)).first
+    line.wait_for(timeout=1000 * seconds)
+    return re.search(pattern, line.inner_text())
+
+
+def wait_until_enabled(page, name):
+    page.locator("button.widget-button:not([disabled])", has_text=re.compile(rf"^\s*{name}$")).wait_for()
+
+
+@pytest.fixture(scope="module")
+def board(jupyterlab, page, shoot):
+    """The notebook with the dashboard, after Restart Kernel and Run All Cells."""
+    address, _ = jupyterlab
+    page.goto(f"{address}/lab/tree/00_lab.ipynb?reset")
+    page.locator("#jp-main-statusbar").get_by_text(re.compile(r"Python 3.*Idle")).first.wait_for()
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name=re.compile("Restart Kernel and Run All")).click()
+    page.locator(".jp-Dialog button.jp-mod-accept").click()
+    button(page, "Start").wait_for(timeout=90_000)
+    page.evaluate("document.querySelector('.widget-gridbox').scrollIntoView()")
+    shoot(page, "01-dashboard")
+    return page
+
+
+def test_from_start_to_figure(board, jupyterlab, shoot):
+    page, (_, root) = board, jupyterlab
+    for name, value in SETTINGS.items():
+        field(page, name).fill(value)
+        field(page, name).press("Tab")
+    page.get_by_label("hit", exact=True).uncheck()
+
+    # By keyboard, as by mouse.
+    button(page, "Start").focus()
+    page.keyboard.press("Enter")
+    first = int(wait_for_text(page, r"round (\d+) of")[1])
+    page.wait_for_function(
+        "first => [...document.querySelectorAll('.widget-html-content')].some(line => "
+        "{ const found = line.innerText.match(/round (\\d+) of/); return found && found[1] > first })",
+        arg=first,
+    )
+    page.locator(".widget-image").wait_for()
+    wait_for_text(page, r"gap of random .*%")
+    shoot(page, "02-measuring")
+    assert button(page, "Start").is_disabled()
+
+    button(page, "Cancel").click()
+    wait_for_text(page, "^cancelled")
+    shoot(page, "03-cancelled")
+    wait_until_enabled(page, "Start")
+    (run,) = (root / "runs").iterdir()
+
+    # The same settings go on with the same run.
+    button(page, "Start").click()
+    wait_for_text(page, "^done", seconds=120)
+    assert [*(root / "runs").iterdir()] == [run]
+    wait_for_text(page, r"(equivalent|different|inconclusive|invalid)")
+    shoot(page, "04-verdict")
+
+    field(page, "Save to").fill("gap.pdf")
+    button(page, "Save figure").click()
+    wait_for_text(page, r"Saved: .*gap\.pdf")
+    assert (root / "gap.pdf").read_bytes().startswith(b"%PDF")
+    button(page, "Save figure").scroll_into_view_if_needed()
+    shoot(page, "05-saved")
+
+
+def test_bad_input_is_said_in_place(board, shoot):
+    page = board
+    field(page, "Contexts").fill("many")
+    button(page, "Start").click()
+    wait_for_text(page, "contexts: 'many' is no number")
+    shoot(page, "06-bad-input")
+    field(page, "Contexts").fill("256")
+
+
+def test_runs_of_the_repository_open_and_compare(board, shoot):
+    page = board
+    field(page, "Earlier run").select_option("data: vllm-llama-3.1-8b-isolated")
+    button(page, "Open").click()
+    wait_for_text(page, "vllm-llama-3.1-8b-isolated")
+    shoot(page, "07-opened")
+    field(page, "Earlier run").select_option("data: vllm-deepseek-v3.2-6l-isolated")
+    button(page, "Compare").click()
+    wait_for_text(page, "Beside vllm-deepseek-v3.2-6l-isolated")
+    page.wait_for_timeout(500)  # until the picture is painted
+    shoot(page, "08-compared")

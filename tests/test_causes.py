@@ -1,0 +1,267 @@
+"""One sentence of cause for each kind of gap, and numbers that follow from planted ones."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlab.causes import find_cause, gap_in_cycles
+from kvlab.errors import StudyError
+
+H200 = Path(__file__).parents[1] / "data" / "h200"
+ROUNDS = 12
+KV_ALONE, INDEXER_ALONE = "mix(kv=random, indexer=zeros)", "mix(kv=zeros, indexer=random)"
+
+
+def samples(medians, mhz=None, watts=None, noise=0.0005, rounds=ROUNDS, routing="none"):
+    """Rounds of 3 replays; `medians`, `mhz` and `watts` by arm."""
+    rng = np.random.default_rng(7)
+    rows = []
+    for index in range(rounds):
+        drift = 1 + 0.02 * (index / max(1, rounds - 1) - 0.5)
+        for arm, us in medians.items():
+            for replay in range(3):
+                row = {
+                    "round": index,
+                    "arm": arm,
+                    "replay": replay,
+                    "routing": routing,
+                    "case": "c",
+                    "mode": "isolated",
+                }
+                row["us"] = us * drift * np.exp(noise * rng.standard_normal())
+                rows.append(row | {"sm_mhz": (mhz or {}).get(arm), "watts": (watts or {}).get(arm)})
+    return pd.DataFrame(rows)
+
+
+def kernels(arms):
+    """arm -> role -> microseconds; one kernel a role, steady over three replays."""
+    return pd.DataFrame(
+        [
+            {"arm": arm, "kernel": f"{role}_kernel", "role": role, "us": us, "us_each": [us, us * 1.0001, us * 0.9999]}
+            for arm, roles in arms.items()
+            for role, us in roles.items()
+        ]
+    ).assign(case="c", mode="isolated")
+
+
+def test_the_clock():
+    """Llama-3.1-8B prefill after a prefix hit on an H200: more watts, fewer MHz, the same cycles."""
+    found = find_cause(
+        samples(
+            {"zeros": 2000.0, "zeros_again": 2000.0, "random": 2262.0},
+            {"zeros": 1845.0, "zeros_again": 1845.0, "random": 1635.0},
+            {"zeros": 590.0, "zeros_again": 591.0, "random": 692.0},
+        ),
+        kernels({"zeros": {"attention": 1600.0, "GEMM": 380.0}, "random": {"attention": 1850.0, "GEMM": 390.0}}),
+    )
+    assert found.kind == "clocks"
+    assert found.sentence == (
+        "Random KV is 13.1 % slower: attention +250 us of +262 us, at 1,635 instead of 1,845 MHz (692 instead of"
+        " 590 W); in cycles the gap is +0.23 %, so the cause is the clock."
+    )
+    assert found.cycles.gap == pytest.approx(2262 * 1635 / 2000 / 1845 - 1, abs=1e-3)
+    assert found.clocks.us == pytest.approx(2262 * (1 - 1635 / 1845), rel=0.02)
+    assert found.selection.us == 0
+    assert found.other.us == pytest.approx(262 - found.clocks.us, abs=3)
+
+
+def test_the_clock_of_a_step_that_waits_for_memory():
+    found = find_cause(
+        samples({"zeros": 4000.0, "zeros_again": 4000.0, "random": 4030.0}, {"zeros": 1980.0, "random": 1425.0})
+    )
+    assert found.kind == "clocks"
+    assert found.sentence == (
+        "Random KV is 0.75 % slower: at 1,425 instead of 1,980 MHz; that change alone could make +38.9 %, so the cause"
+        " is the clock, for which the step waits only in part."
+    )
+    assert found.clocks.of_step == pytest.approx(found.gap.gap, abs=1e-4)
+    assert found.cycles.gap < -0.25
+
+
+def test_selection_alone():
+    found = find_cause(
+        samples({"zeros": 20_000.0, "zeros_again": 20_000.0, "random": 13_400.0}, {"zeros": 1980.0, "random": 1980.0}),
+        kernels(
+            {
+                "zeros": {"top-k": 10_050.0, "gather/remap": 800.0, "attention": 8000.0},
+                "random": {"top-k": 3480.0, "gather/remap": 810.0, "attention": 8010.0},
+            }
+        ),
+    )
+    assert found.kind == "selection"
+    assert found.sentence == (
+        "Random KV is 33.0 % faster: top-k -6.6 ms of -6.6 ms, so the cause is which tokens the indexer's scores"
+        " select."
+    )
+    assert found.selection.us == pytest.approx(-6560)
+    assert found.selection.of_step == pytest.approx(-6560 / 20_000, rel=0.02)
+    assert found.clocks.us == 0
+
+
+def test_selection_and_power_cancel():
+    """DeepSeek-V3.2, hit 2048@100000: the total says -1.3 %, its parts say far more."""
+    made = kernels(
+        {
+            "zeros": {"top-k": 10_050.0, "attention": 11_400.0, "GEMM": 70_000.0},
+            "zeros_again": {"top-k": 10_060.0, "attention": 11_420.0, "GEMM": 70_050.0},
+            "random": {"top-k": 3480.0, "attention": 12_400.0, "GEMM": 74_000.0},
+        }
+    )
+    medians = {"zeros": 92_000.0, "zeros_again": 92_000.0, "random": 90_800.0}
+    found = find_cause(samples(medians, {"zeros": 1980.0, "random": 1845.0}, {"zeros": 560.0, "random": 692.0}), made)
+    assert found.kind == "cancelling"
+    assert found.sentence == (
+        "Selection and power cancel: top-k -6.6 ms, GEMM +4.0 ms, at 1,845 instead of 1,980 MHz (692 instead of 560 W);"
+        " the whole step -1.3 %."
+    )
+    without_clocks = find_cause(samples(medians), made)
+    assert without_clocks.sentence == "Selection and GEMM cancel: top-k -6.6 ms, GEMM +4.0 ms; the whole step -1.3 %."
+
+
+def test_parts_that_cancel_to_nothing_are_still_told():
+    found = find_cause(
+        samples({"zeros": 10_000.0, "zeros_again": 10_000.0, "random": 10_000.0}),
+        kernels({"zeros": {"top-k": 900.0, "MoE": 4000.0}, "random": {"top-k": 500.0, "MoE": 4400.0}}),
+    )
+    assert found.kind == "cancelling"
+    assert not found.gap.nonzero or abs(found.gap.gap) < 1e-3
+
+
+def test_kernels_that_only_wander_cancel_nothing():
+    arms = {
+        "zeros": {"top-k": 900.0, "MoE": 4000.0},
+        "zeros_again": {"top-k": 600.0, "MoE": 4300.0},
+        "random": {"top-k": 500.0, "MoE": 4400.0},
+    }
+    medians = {"zeros": 10_000.0, "zeros_again": 10_000.0, "random": 10_000.0}
+    assert find_cause(samples(medians), kernels(arms)).kind == "none"
+    noisy = kernels({arm: arms[arm] for arm in ("zeros", "random")})
+    noisy["us_each"] = [[us * f for f in (0.7, 1.0, 1.3)] for us in noisy["us"]]
+    assert find_cause(samples(medians), noisy).kind == "none"
+
+
+def test_routing():
+    arms = {"zeros": {"MoE": 3000.0, "attention": 2000.0}, "random": {"MoE": 4400.0, "attention": 2000.0}}
+    table = samples({"zeros": 5000.0, "zeros_again": 5000.0, "random": 6400.0}, routing="real")
+    found = find_cause(table, kernels(arms), routing_moved=0.93)
+    assert found.kind == "routing"
+    assert found.sentence == (
+        "Random KV is 28.0 % slower: 93 % of the tokens went to other experts, MoE +1.4 ms of +1.4 ms, so the cause is"
+        " the routing and not the KV."
+    )
+    assert find_cause(table, None, routing_moved=0.93).kind == "routing"
+    assert find_cause(table, kernels(arms), routing_moved=0.0).kind == "kernels"
+    assert "routing was real, but" in find_cause(table).sentence
+    attention = {"zeros": {"MoE": 3000.0, "attention": 2000.0}, "random": {"MoE": 3000.0, "attention": 3400.0}}
+    assert find_cause(table, kernels(attention), routing_moved=0.93).kind == "kernels"
+
+
+def test_nothing():
+    found = find_cause(samples({"zeros": 1000.0, "zeros_again": 1004.0, "random": 1003.0}))
+    assert found.kind == "none"
+    assert found.sentence.startswith("No cause to look for: the gap of +0.3")
+    assert "is within the A/A floor of 0.4" in found.sentence
+    assert "is not told from 0" in find_cause(samples({"zeros": 1000.0, "random": 1000.0}, noise=0.01)).sentence
+    assert "one round cannot tell" in find_cause(samples({"zeros": 1000.0, "random": 1100.0}, rounds=1)).sentence
+
+
+def test_other_kernels_and_the_unknown():
+    table = samples(
+        {"zeros": 1000.0, "zeros_again": 1000.0, "constant(0.015)": 1100.0},
+        {"zeros": 1980.0, "constant(0.015)": 1980.0},
+    )
+    arms = {"zeros": {"attention": 500.0}, "constant(0.015)": {"attention": 600.0}}
+    found = find_cause(table, kernels(arms), "constant(0.015)")
+    assert found.kind == "kernels"
+    assert found.sentence == (
+        "KV of constant(0.015) is 10.0 % slower: attention +100 us of +100 us, in cycles +10.0 %, so their work depends"
+        " on the contents."
+    )
+    unknown = find_cause(table, None, "constant(0.015)")
+    assert unknown.kind == "unknown"
+    assert unknown.sentence == (
+        "KV of constant(0.015) is 10.0 % slower at the same clock (1,980 MHz), and the cause is not known: its kernels"
+        " were not profiled."
+    )
+    still = kernels({"zeros": {"attention": 500.0}, "constant(0.015)": {"attention": 500.0}})
+    assert "no kind of kernel moved" in find_cause(table, still, "constant(0.015)").sentence
+
+
+@given(st.floats(-0.1, 0.1), st.floats(-0.1, 0.1), st.floats(-0.05, 0.05))
+@settings(max_examples=15, deadline=None)
+def test_the_two_by_two_gives_back_planted_effects(indexer, kv, interaction):
+    logs = {
+        "zeros": 0.0,
+        KV_ALONE: kv - interaction / 2,
+        INDEXER_ALONE: indexer - interaction / 2,
+        "random": kv + indexer,
+    }
+    table = samples({arm: 1000 * np.exp(log) for arm, log in logs.items()}, noise=1e-5)
+    found = find_cause(table)
+    assert found.indexer.log_gap == pytest.approx(indexer, abs=1e-4)
+    assert found.kv.log_gap == pytest.approx(kv, abs=1e-4)
+    assert found.interaction.log_gap == pytest.approx(interaction, abs=1e-4)
+    respaced = table.replace({"arm": {KV_ALONE: "mix(kv=random,indexer=zeros)"}})
+    assert find_cause(respaced).kv == found.kv
+    assert find_cause(table[table["arm"] != KV_ALONE]).kv is None
+
+
+def test_effects_of_an_arm_with_commas_are_in_the_sentence():
+    arm = "random(std=0.5, zero_fraction=0.1)"
+    alone = (f"mix(kv={arm}, indexer=zeros)", f"mix(kv=zeros, indexer={arm})")
+    table = samples({"zeros": 1000.0, alone[0]: 1050.0, alone[1]: 980.0, arm: 1029.0})
+    found = find_cause(table, arm=arm)
+    assert found.kv.gap == pytest.approx(0.05, abs=2e-3)
+    assert found.sentence.endswith("; the indexer's contents make -2.0 %, the rest's +5.0 %.")
+
+
+@given(st.floats(0.8, 1.25), st.floats(0.6, 1.4))
+@settings(max_examples=20, deadline=None)
+def test_a_gap_in_cycles_is_that_of_time_times_clock(time, clock):
+    table = samples({"zeros": 1000.0, "random": 1000 * time}, {"zeros": 1500.0, "random": 1500.0 * clock}, noise=0)
+    assert gap_in_cycles(table).gap == pytest.approx(time * clock - 1, abs=1e-9)
+    beside = pd.DataFrame(
+        {
+            "round": [*range(ROUNDS)] * 2,
+            "arm": ["zeros"] * ROUNDS + ["random"] * ROUNDS,
+            "sm_mhz": [1000.0] * 2 * ROUNDS,
+        }
+    )
+    assert gap_in_cycles(table, telemetry=beside).gap == pytest.approx(time - 1, abs=1e-9)
+
+
+def test_without_clocks_there_is_no_gap_in_cycles():
+    table = samples({"zeros": 1000.0, "random": 1100.0})
+    assert gap_in_cycles(table) is None
+    assert gap_in_cycles(table.drop(columns="sm_mhz")) is None
+    one_sided = samples({"zeros": 1000.0, "random": 1100.0}, {"zeros": 1500.0})
+    assert gap_in_cycles(one_sided) is None
+    assert find_cause(one_sided).clocks is None
+
+
+def test_telemetry_and_kernels_of_other_cases_are_left_out():
+    table = samples({"zeros": 1000.0, "random": 1100.0})
+    beside = pd.DataFrame({"case": ["c", "c", "d"], "mode": "isolated", "arm": ["zeros", "random", "random"]})
+    beside = beside.assign(sm_mhz=[1900.0, 1700.0, 200.0], watts=[500.0, 690.0, 1.0])
+    others = kernels({"zeros": {"MoE": 1.0}, "random": {"MoE": 90.0}}).assign(case="d")
+    found = find_cause(table, others, telemetry=beside)
+    assert found.mhz == (1900.0, 1700.0)
+    assert found.watts == (500.0, 690.0)
+    assert found.roles == {}
+
+
+def test_an_arm_that_was_not_measured_is_refused():
+    with pytest.raises(StudyError, match="no arm 'prefill'"):
+        find_cause(samples({"zeros": 1.0, "random": 2.0}), arm="prefill")
+
+
+def test_a_measured_run_gives_the_cause_that_was_found_by_hand():
+    table = pd.read_parquet(H200 / "vllm-llama-3.1-8b-isolated" / "samples.parquet")
+    found = find_cause(table[table["case"] == "hit100k"])
+    assert found.kind == "clocks"
+    assert found.gap.gap > 0.1
+    assert abs(found.cycles.gap) < 0.01
