@@ -254,3 +254,18 @@ def _case_from_mapping(entry: Any, where: str) -> Case:
         return Case(name, tuple(requests))
     except CaseError as error:
         raise CaseError(f"{where}: {error}") from None
+
+
+def claim_cases(longest: int | None = None) -> list[Case]:
+    """What the claim about zero KV is about: decodes and prefix-cache hits at 8K and at 100K tokens of context.
+
+    Args:
+        longest: tokens of KV that the model takes; longer contexts are cut to it, and one that is left twice is left
+            out.
+    """
+    contexts = dict.fromkeys(min(context, longest or context) for context in (8192, 100_000))
+    cases = []
+    for context, requests in zip(contexts, (32, 2), strict=False):
+        cases.append(Case(f"decode{context}", (Request(1, context),) * requests))
+        cases.append(Case(f"hit{context}", (Request(max(2, min(2048, context // 2)), context),)))
+    return cases

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.cases import Case, jitter_kv_lens, load_cases, parse_case
+from kvlab.cases import Case, claim_cases, jitter_kv_lens, load_cases, parse_case
 from kvlab.errors import CaseError, KvlabError
 from kvlab.options import BAD_INPUT, engine_options, make_parser, study_options, sweep_axes
 
@@ -58,14 +58,18 @@ def _loaded(args: argparse.Namespace) -> Iterator[tuple[Any, list[Case]]]:
     cases = [parse_case(text) for text in args.case]
     if args.shapes:
         cases += load_cases(args.shapes)
-    if not cases:
-        raise CaseError("no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096")
+    if not (cases or args.claim):
+        raise CaseError(
+            "no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096, or --claim for the claim's"
+        )
     from kvlab.engines.load import load_engine, longest_context
 
     options = engine_options(args)
+    limit = longest_context(args.model, args.engine, options) or sys.maxsize
+    if args.claim:
+        cases += claim_cases(min(limit, args.max_model_len or limit))
     if args.engine == "vllm":
         # The batch and the context are sized by the cases as they will run.
-        limit = longest_context(args.model, args.engine, options) or sys.maxsize
         options["cases"] = [jitter_kv_lens(case, args.kv_len_jitter, limit, args.seed) for case in cases]
     engine = load_engine(args.model, args.engine, **options)
     args.loaded = time.perf_counter()

@@ -125,7 +125,7 @@ def so_far(run: Run) -> pd.DataFrame:
         records.append(
             {
                 **{key: getattr(row, key) for key in ("model", "engine", "gpu", "case", "mode", "margin")},
-                "verdict": row.progress if unfinished else row.verdict,
+                "verdict": f"{row.progress} rounds" if unfinished else row.verdict,
                 "gap": row.gap,
                 "ci90_lo": low,
                 "ci90_hi": high,
@@ -156,7 +156,7 @@ def headline(run: Run) -> str:
         return answer(rows)
     row = begun[-1]
     interval = percent_interval(*(row.ci90 or (None, None)))
-    return f"{row.case}: gap of {row.arm} {percent(row.gap)} ({interval or 'no interval yet'}), {row.progress}"
+    return f"{row.case}: gap of {row.arm} {percent(row.gap)} ({interval or 'no interval yet'}), {row.progress} rounds"
 
 
 def draw(run: Run, kind: str, case: str) -> Figure:

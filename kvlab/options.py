@@ -151,6 +151,11 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         help="REQS is a comma list of [N*]Q[@K][c][:D]: Q query tokens, K tokens of KV (Q included), c a chunk,"
         " D drafts; e.g. decode=32*1@8192; repeatable",
     )
+    parser.add_argument(
+        "--claim",
+        action="store_true",
+        help="the cases that the claim about zero KV is about: decodes and hits at 8K and 100K tokens of context",
+    )
     parser.add_argument("--shapes", metavar="FILE", help="JSON or YAML file with cases")
     parser.add_argument(
         "--kv-len-jitter",

@@ -279,7 +279,12 @@ class Study:
         """Time the rounds that are missing; their number is given, was planned earlier, or is planned here."""
         name, key = step.case.name, f"plan_{mode}"
         stored = self.run.facts_of(name).get(key)
-        planned = given_rounds(self.plan.rounds) if self.plan.rounds else RoundPlan(**stored) if stored else None
+        planned = None
+        if self.plan.rounds:
+            planned = given_rounds(self.plan.rounds)
+            self.run.case_facts(name, **{key: planned.as_dict()})
+        elif stored and stored["limit"] != "given":
+            planned = RoundPlan(**stored)
         seconds = self._time_rounds(step, timer, mode, finite, planned.rounds if planned else PILOT_ROUNDS)
         if planned is None:
             samples = self.run.samples_of(name, mode)

@@ -67,7 +67,8 @@ def touched_blocks(step: Step) -> pd.DataFrame:
     """One row for each group, kind of layer and request: the blocks it owns, and those of them that a step may write.
 
     Columns: group; kind (`attention`, `window`, `state`); request, from 0; begin, end: block IDs owned, `end` outside;
-    touched_begin, touched_end: those touched; block_size, tokens; layers.
+    touched_begin, touched_end: those touched; block_size, tokens; tokens: of KV after the step, those to come from a
+    drafter included; layers.
     """
     engine, batch = step.engine, step.batch
     tensors = layer_tensors(engine.kv_caches, engine.attn_groups, engine.num_blocks, engine.block_dims)
@@ -78,7 +79,9 @@ def touched_blocks(step: Step) -> pd.DataFrame:
     rows = []
     for (group, kind, block_size), members in kinds.items():
         owned, touched = owned_block_ranges(group, batch), ranges[members[0].layer]
-        for request, ((begin, end), (first, last)) in enumerate(zip(owned.tolist(), touched.tolist(), strict=True)):
+        lengths = [scheduled + computed + engine.lookahead for scheduled, computed, _ in batch.expected.values()]
+        ids = zip(owned.tolist(), touched.tolist(), lengths, strict=True)
+        for request, ((begin, end), (first, last), tokens) in enumerate(ids):
             rows.append(
                 {
                     "group": group,
@@ -89,6 +92,7 @@ def touched_blocks(step: Step) -> pd.DataFrame:
                     "touched_begin": first,
                     "touched_end": last,
                     "block_size": block_size,
+                    "tokens": tokens,
                     "layers": len({member.layer for member in members}),
                 }
             )

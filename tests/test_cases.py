@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.cases import Case, Request, jitter_kv_lens, load_cases, parse_case
+from kvlab.cases import Case, Request, claim_cases, jitter_kv_lens, load_cases, parse_case
 from kvlab.errors import CaseError, KvlabError
 
 LONG = 1 << 20
@@ -331,3 +331,20 @@ def test_a_name_that_cannot_be_printed_is_refused(name):
     with pytest.raises(CaseError, match="cannot be printed") as caught:
         parse_case(f"{name}=1@64")
     assert "\n" not in str(caught.value)
+
+
+@given(st.one_of(st.none(), st.integers(4, 300_000)))
+def test_the_claims_cases_fit_the_model_and_each_other(longest):
+    cases = claim_cases(longest)
+    assert len({case.name for case in cases}) == len(cases) in (2, 4)
+    assert {case.phase for case in cases} == {"decode", "hit"}
+    for case in cases:
+        assert parse_case(str(case)) == case
+        assert max(request.kv_len for request in case.requests) <= min(longest or 100_000, 100_000)
+    if longest is None or longest >= 100_000:
+        assert [str(case) for case in cases] == [
+            "decode8192=32*1@8192",
+            "hit8192=2048@8192",
+            "decode100000=2*1@100000",
+            "hit100000=2048@100000",
+        ]

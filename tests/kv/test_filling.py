@@ -276,7 +276,7 @@ def bytes_of(world):
     return [buffer.view(torch.uint8).clone() for buffer in world.buffers]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     worlds(),
     st.sampled_from(("random", "random(std=3, zero_fraction=0.5)")),
