@@ -1,26 +1,43 @@
 #!/usr/bin/env python3
-"""One model in vLLM on this machine's GPU: verify, check in both modes, and vLLM's own forward benchmark beside it.
+"""One model in vLLM on this machine's GPU, part by part, each written as it goes so that a time limit costs no result.
 
-    python benchmarks/vllm_models.py MODEL OUT [--routing balanced] [--batch 8] [--query 2048] [--long 100000]
+    python benchmarks/vllm_models.py MODEL OUT [--parts verify,check,bench] [--routing balanced] [--batch 8] [--prefill]
 
-MODEL is a folder with a config.json. OUT gets a run folder a mode (`vllm-MODEL-MODE`), `vllm-MODEL-verify.jsonl`, and
-`vllm-MODEL-bench.json`: medians of `vllm bench forward`'s own replays and of the zeros arm, same process, same case.
+MODEL is a preset or a folder with a config.json. OUT gets, of the parts asked for:
+
+    verify      vllm-MODEL-verify.jsonl     which bytes each step writes, and what it reads without a token
+    check       vllm-MODEL-isolated, -sustained: runs, zero against random KV
+    bench       vllm-MODEL-bench.json       medians of `vllm bench forward`'s own replays and of the zeros arm
+    prefill     vllm-MODEL-prefill          a run with the arm `prefill`: one request at the long context
+    loads       vllm-MODEL-loads.json       how far the experts' loads move between arms (with --routing real)
+    selection   vllm-MODEL-selection.json   share of neighbours among the tokens that sparse attention chooses, by layer
+    probe       vllm-MODEL-probe.json       where the bytes lie that a step reads without a token
 """
 
 import argparse
 import json
+import statistics
 import time
+import traceback
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from kvlab.cases import parse_case
-from kvlab.engines.vllm.engine import VllmEngine, load_vllm
+from kvlab.engines.load import load_engine
+from kvlab.engines.loads import loads_moved
+from kvlab.measure.timer import make_timer
+from kvlab.selection import describe_selection
 from kvlab.study import check
-from kvlab.verification import verify
+from kvlab.verification import REGIONS, reads_unwritten, verify
+
+PARTS = ("verify", "check", "bench", "prefill", "loads", "selection", "probe")
+ARMS = ("zeros", "random")
 
 
-def bench_forward(engine: VllmEngine, case) -> dict:
+def bench_forward(engine, case) -> dict:
     """vLLM's own measurement of the case, zero KV, as `vllm bench forward` makes it."""
-    import numpy as np
     import torch
     from vllm.benchmarks.forward.batch import build_batch
     from vllm.benchmarks.forward.capture import ForwardBench
@@ -50,81 +67,171 @@ def bench_forward(engine: VllmEngine, case) -> dict:
     return {"case": str(case), "bench_median_us": latency["median"], "bench_spread_pct": latency["sample_spread_pct"]}
 
 
+def zeros_median(engine, case) -> float:
+    """The same in kvlab: as many replays of one captured step under zero KV."""
+    step = engine.prepare(case)
+    try:
+        step.fill("zeros")
+        timer = make_timer(step, "isolated")
+        try:
+            timer.settle(1.0)
+            return statistics.median(timer.time(100))
+        finally:
+            timer.close()
+    finally:
+        step.close()
+
+
+def of_arms(engine, case, ask) -> dict:
+    """What `ask(step)` says under each arm."""
+    step = engine.prepare(case)
+    try:
+        told = {}
+        for arm in ARMS:
+            step.fill(arm)
+            told[arm] = ask(step)
+        return told
+    finally:
+        step.close()
+
+
+def loads_row(engine, case) -> dict:
+    loads = of_arms(engine, case, lambda step: step.expert_loads())
+    most = {
+        arm: max((float(n.max() / n.float().mean()) for n in layers.values()), default=None)
+        for arm, layers in loads.items()
+    }
+    moved = loads_moved(*loads.values())
+    lists = {arm: {layer: n.tolist() for layer, n in layers.items()} for arm, layers in loads.items()}
+    return {"case": str(case), "routing": engine.routing, "moved": moved, "most_over_mean": most, "loads": lists}
+
+
+def selection_row(engine, case) -> dict:
+    def describe(step) -> dict:
+        spans = step.batch.expected.values()
+        lengths = np.concatenate([computed + 1 + np.arange(scheduled) for scheduled, computed, _ in spans])
+        return {name: asdict(describe_selection(picks.cpu(), lengths)) for name, picks in step.selection().items()}
+
+    return {"case": str(case), "arms": of_arms(engine, case, describe)}
+
+
+def probe_row(engine, case) -> dict:
+    step = engine.prepare(case)
+    try:
+        return {"case": str(case), **{region: reads_unwritten(step, region=region) for region in REGIONS}}
+    finally:
+        step.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--parts", default="verify,check,bench", help=f"of {','.join(PARTS)} (default %(default)s)")
+    parser.add_argument("--prefill", action="store_true", help="also the part prefill")
     parser.add_argument("--routing", default="auto")
     parser.add_argument("--batch", type=int, default=8, help="decode requests at the long context")
     parser.add_argument("--query", type=int, default=2048, help="query tokens of a hit")
     parser.add_argument("--long", type=int, default=100_000)
-    parser.add_argument("--utilization", type=float, default=0.45, help="verify copies the caches once")
+    parser.add_argument(
+        "--utilization", type=float, default=0.45, help="verify and prefill keep copies beside the pool"
+    )
+    parser.add_argument(
+        "--blocks", type=int, help="of the pool, in place of --utilization: probe copies it two and a half times"
+    )
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--sustained-rounds", type=int, default=8)
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--engine-arg", default="{}", help="JSON object of further EngineArgs")
     args = parser.parse_args()
+    parts = [*args.parts.split(","), *["prefill"] * args.prefill]
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"part {sorted(unknown)[0]!r} is unknown; give {', '.join(PARTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    name, begin = Path(args.model).name, time.perf_counter()
+    name, begin, failed = Path(args.model).name, time.perf_counter(), []
 
     def say(what: str) -> None:
         print(f"[{name} {time.perf_counter() - begin:6.1f} s] {what}", flush=True)
+
+    def attempt(part: str, case, ask):
+        """None where it fails: the other cases and parts go on."""
+        try:
+            return ask()
+        except Exception as error:
+            failed.append(f"{part} {case}: {type(error).__name__}: {' '.join(str(error).split())}")
+            traceback.print_exc()
+            return None
+
+    def rows(part: str, cases, ask, shown=lambda row: row) -> None:
+        path, found = args.out / f"vllm-{name}-{part}.json", []
+        for case in cases:
+            row = attempt(part, case, lambda case=case: {"model": name, **ask(engine, case)})
+            if row is not None:
+                found.append(row)
+                path.write_text(json.dumps(found, indent=1))
+                say(f"{part} {json.dumps(shown(row))}")
+
+    def bench_row(engine, case) -> dict:
+        row, ours = bench_forward(engine, case), zeros_median(engine, case)
+        return row | {"kvlab_median_us": ours, "ratio": ours / row["bench_median_us"]}
+
+    def run(suffix: str, cases, **how) -> None:
+        with check(engine, cases, out=args.out / f"vllm-{name}-{suffix}", **how) as made:
+            columns = ["case", "gap", "ci90_lo", "ci90_hi", "aa_ci90_lo", "aa_ci90_hi", "median_us_zeros", "verdict"]
+            say(f"{suffix}\n" + made.verdicts[[c for c in columns if c in made.verdicts]].to_string(index=False))
+            verdicts = [made.verdict_of(case.name, how["mode"]) for case in cases]
+        failed.extend(f"{suffix} {v['text']}: {v['reasons']}" for v in verdicts if v["verdict"] == "invalid")
+        for verdict in verdicts:
+            say(f"{suffix} {verdict['case']}: {json.dumps(verdict.get('arms'))}")
 
     short, long = (
         [f"decode{k}={n}*1@{kv}", f"hit{k}={args.query}@{kv}"]
         for k, n, kv in (("8k", 32, 8192), ("100k", args.batch, args.long))
     )
+    alone = [parse_case(f"decode1=1@{args.long}"), parse_case(f"hit1={args.query}@{args.long}")]
     cases = [parse_case(text) for text in [*short, *long, f"prefill={args.query}"]]
-    engine = load_vllm(
+    options = {"num_kv_blocks": args.blocks, "kv_cache_dtype": args.kv_cache_dtype}
+    engine = load_engine(
         args.model,
-        cases=cases,
+        "vllm",
+        cases=[*cases, *alone],
         routing=args.routing,
-        kv_cache_dtype=args.kv_cache_dtype,
         gpu_memory_utilization=args.utilization,
+        **{key: value for key, value in options.items() if value is not None},
         **json.loads(args.engine_arg),
     )
-    say(f"loaded: {json.dumps(engine.provenance()['geometry'])}, routing {engine.routing}")
-    checked = [cases[i] for i in (0, 1, 2, 3)]
-    failed = []
-    with (args.out / f"vllm-{name}-verify.jsonl").open("w") as lines:
-        for case in (cases[2], cases[3], cases[4]):
-            try:
-                (result,) = verify(engine, [case])
-            except Exception as error:
-                failed.append(f"verify {case}: {type(error).__name__}: {error}")
-                continue
-            lines.write(json.dumps(result.as_dict()) + "\n")
-            say(f"verify {case.name}: outside {result.bytes_outside}, written {result.bytes_written}, {result.outside}")
-    medians = {}
-    for mode, rounds, wanted in (
-        ("isolated", args.rounds, checked),
-        ("sustained", args.sustained_rounds, checked[2:]),
-    ):
-        with check(engine, wanted, mode=mode, rounds=rounds, out=args.out / f"vllm-{name}-{mode}") as run:
-            columns = ["case", "gap", "ci90_lo", "ci90_hi", "aa_ci90_lo", "aa_ci90_hi", "median_us_zeros", "verdict"]
-            table = run.verdicts
-            say(f"{mode}\n" + table[[c for c in columns if c in table]].to_string(index=False))
-            for case in wanted:
-                verdict = run.verdict_of(case.name, mode)
-                medians[case.name, mode] = verdict["median_us"].get("zeros")
-                if verdict["verdict"] == "invalid":
-                    failed.append(f"{mode} {case}: {verdict['reasons']}")
-    bench = []
-    for case in (checked[2], checked[3]):
-        try:
-            row = bench_forward(engine, case)
-        except Exception as error:
-            failed.append(f"bench {case}: {type(error).__name__}: {error}")
-            continue
-        ours = medians[case.name, "isolated"]
-        row |= {"model": name, "kvlab_median_us": ours, "ratio": ours / row["bench_median_us"] if ours else None}
-        bench.append(row)
-        say(f"bench forward {row}")
-    (args.out / f"vllm-{name}-bench.json").write_text(json.dumps(bench, indent=1))
-    for line in failed:
-        say(f"FAILED {line}")
-    engine.close()
-    say("closed")
+    say(f"loaded: {json.dumps(engine.provenance()['geometry'])}, routing {engine.routing} {engine.routing_note}")
+    try:
+        if "verify" in parts:
+            with (args.out / f"vllm-{name}-verify.jsonl").open("w") as lines:
+                for case in cases[2:]:
+                    if found := attempt("verify", case, lambda case=case: verify(engine, [case])):
+                        lines.write(json.dumps(found[0].as_dict()) + "\n")
+                        lines.flush()
+                        say(f"verify {json.dumps(found[0].as_dict())}")
+        if "bench" in parts:
+            rows("bench", cases[2:4], bench_row)
+        if "selection" in parts:
+            rows("selection", cases[:4], selection_row, lambda row: {**row, "arms": list(row["arms"])})
+        if "loads" in parts:
+            rows("loads", cases[:4], loads_row, lambda row: {k: v for k, v in row.items() if k != "loads"})
+        if "probe" in parts:
+            rows("probe", [cases[2], cases[3]], probe_row)
+        if "check" in parts:
+            attempt("isolated", "", lambda: run("isolated", cases[:4], mode="isolated", rounds=args.rounds))
+            attempt(
+                "sustained", "", lambda: run("sustained", cases[2:4], mode="sustained", rounds=args.sustained_rounds)
+            )
+        if "prefill" in parts:
+            arms = ["random", "prefill"]
+            attempt("prefill", "", lambda: run("prefill", alone, arms=arms, mode="isolated", rounds=args.rounds))
+    finally:
+        for line in failed:
+            say(f"FAILED {line}")
+        engine.close()
+        import torch
+
+        say(f"closed; {torch.cuda.memory_allocated() / 2**30:.2f} GiB of the GPU still allocated")
 
 
 if __name__ == "__main__":

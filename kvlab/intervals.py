@@ -37,7 +37,7 @@ from kvlab.errors import StudyError
 
 Floats = NDArray[np.float64]
 
-_WORKING_PHI = 0.1
+_WORKING_PHI = 0.05
 _PAIRS_AT_ONCE = 500_000  # 2 MB of int32 a temporary
 
 

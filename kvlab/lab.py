@@ -10,15 +10,18 @@ import io
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from pandas.io.formats.style import Styler
 from tqdm.auto import tqdm
 
 from kvlab import background
+from kvlab.engines.base import Step
 from kvlab.errors import KvlabError, RunError, StudyError
 from kvlab.provenance import identity, machine
 from kvlab.report.content import verdict_table as tabulate
@@ -68,7 +71,7 @@ def watermark(*runs: Run) -> pd.DataFrame:
     Columns: figures (`live`, or `committed` for a run of this repository's data), gpu, driver, clocks (of the card:
     the highest, and the power limit), torch, vllm, kvlab, utc.
     """
-    rows = {"this machine": {"figures": "", **_facts(machine())}}
+    rows = {"this machine": {"figures": "" if runs else "live", **_facts(machine())}}
     for run in runs:
         from_data = run.path.resolve().is_relative_to(COMMITTED.parent)
         rows[run.path.name] = {"figures": "committed" if from_data else "live", **_facts(run.provenance)}
@@ -84,7 +87,7 @@ def _facts(provenance: dict[str, Any]) -> dict[str, str]:
         "torch": who["torch"],
         "vllm": who["vllm"],
         "kvlab": who["kvlab"],
-        "utc": str(provenance.get("utc", "unknown")).removesuffix("+00:00"),
+        "utc": str(provenance.get("utc", "unknown"))[:16].replace("T", " "),
     }
 
 
@@ -101,32 +104,86 @@ def _clocks(gpu: dict[str, Any]) -> str:
     )
 
 
-def committed(*patterns: str) -> list[Run]:
-    """The runs of this repository's data that match the first pattern which any matches, e.g. `sweep-*-isolated`.
+def stored(source: str, *patterns: str, having: Callable[[Run], Any] = bool) -> list[Run]:
+    """The runs that a notebook shows, where it is not to measure.
+
+    Args:
+        source: `committed`: those of this repository's data that match the first pattern which any matches;
+            `live`: none; else the folder of a run.
+        patterns: names of folders, e.g. `sweep-*-isolated`.
+        having: what a committed run must have, e.g. `lambda run: len(run.kernels)`.
+
+    Returns:
+        The runs; none where the notebook has to measure.
 
     Raises:
-        RunError: where there are none.
+        RunError: for a folder without a run.
     """
-    for pattern in patterns:
-        if folders := sorted(COMMITTED.glob(pattern)):
-            return [open_run(folder) for folder in folders]
-    raise RunError(f'no committed run {" or ".join(patterns)} in {COMMITTED}; set source = "live" to measure here')
+    if source == "live":
+        return []
+    if source != "committed":
+        return [open_run(source)]
+    found = ([open_run(place) for place in sorted(COMMITTED.glob(pattern))] for pattern in patterns)
+    return next((kept for runs in found if (kept := [run for run in runs if having(run)])), [])
 
 
 def verdict_table(*runs: Run) -> Styler:
-    """A row a case and mode of the runs, the worst verdict first, and below why; for reading, `.data` is the DataFrame.
+    """A row a case and mode of the runs, the worst verdict first, and below why those that are not equivalent are not.
 
-    A case that is not finished has its rounds in place of a verdict.
+    For reading; `.data` is the DataFrame. A case that is not finished has its rounds in place of a verdict.
 
     Raises:
         RunError: for no runs.
     """
     rows = by_severity(row for each in read_runs(runs)[0] for row in each.rows)
     texts = tabulate(rows)
-    told = [(f"{row.model}, {row.case}", [*row.reasons, row.cause or ""]) for row in rows]
-    why = "<br>".join(f"<b>{escape(what)}</b>: {escape(' '.join(said))}" for what, said in told if any(said))
+    told = [(f"{row.model}, {row.case}", [*row.reasons, row.cause]) for row in rows if row.verdict != "equivalent"]
+    why = "<br>".join(f"<b>{escape(what)}</b>: {escape(_sentences(said))}" for what, said in told)
     style = pd.DataFrame(texts.rows, columns=[*texts.head]).style.hide().format(escape="html")
     return style.set_caption(why).set_table_styles(_TABLE)
+
+
+def _sentences(texts: Iterable[str | None]) -> str:
+    return " ".join(f"{text.strip().rstrip('.')}." for text in texts if text)
+
+
+def title(run: Run) -> str:
+    """What a run is of: model, card, engine, mode."""
+    first = run.verdicts.iloc[0] if len(run.verdicts) else run.study
+    device = str(first["gpu"]).removeprefix("none (").removesuffix(")")
+    modes = " and ".join(dict.fromkeys(run.verdicts["mode"]))
+    return f"{first['model']} on {device}, {first['engine']} engine{', ' if modes else ''}{modes}"
+
+
+def profiled_case(run: Run) -> tuple[str, str]:
+    """Case and mode with the largest gap among those whose kernels were profiled.
+
+    Raises:
+        RunError: where none was.
+    """
+    keys = set(zip(run.kernels["case"], run.kernels["mode"], strict=True))
+    rows = [row for row in read_runs([run])[0][0].rows if (row.case, row.mode) in keys]
+    if not rows:
+        raise RunError(f"{run.path}: no kernels in it; check it with explain=True, or choose another run")
+    worst = max(rows, key=lambda row: abs(row.gap or 0.0))
+    return worst.case, worst.mode
+
+
+def picks(step: Step, arms: Sequence[str], seed: int = 0) -> pd.DataFrame:
+    """The tokens that the last sparse layer picks under each arm, for `kvlab.plots.plot_selection`.
+
+    Returns:
+        Columns arm, row (query row, from 0), position (token picked, from 0); no rows for a model that picks none.
+    """
+    tables = []
+    for arm in arms:
+        step.fill(arm, seed)
+        for chosen in list(step.selection().values())[-1:]:
+            numbers = chosen.cpu().numpy()
+            rows = np.repeat(np.arange(numbers.shape[0]), numbers.shape[1])
+            tables.append(pd.DataFrame({"arm": arm, "row": rows, "position": numbers.ravel()}))
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["arm", "row", "position"])
+    return table[table["position"] >= 0]
 
 
 def folder(name: str, **parameters: Any) -> Path:

@@ -20,6 +20,7 @@ from kvlab.estimates import round_ratios
 from kvlab.examination import Examination, captured, examine
 from kvlab.explain import explain
 from kvlab.gaps import case_axes
+from kvlab.kv.draws import draw_method
 from kvlab.kv.fills import Fill
 from kvlab.measure.telemetry import make_telemetry
 from kvlab.measure.timer import Timer, make_timer
@@ -169,7 +170,7 @@ class Study:
         self.plan = plan = replace(plan, modes=plan.modes[:1]) if engine.device.type == "cpu" else plan
         self._telemetry = make_telemetry(engine.device)
         provenance = {**machine(), **engine.provenance(), "telemetry": self._telemetry.source}
-        provenance |= {"routing": engine.routing, "load_s": engine.load_s}
+        provenance |= {"routing": engine.routing, "load_s": engine.load_s, "draws": draw_method(engine.device)}
         identity_of = {
             "model": engine.model,
             "engine": engine.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -20,7 +21,7 @@ def board(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     lab = Lab("runs")
-    lab.contexts.value, lab.batch.value, lab.rounds.value = "64", "1", 6
+    lab.model.value, lab.contexts.value, lab.batch.value, lab.rounds.value = "tiny-dense", "64", "1", 6
     lab.phases["hit"].value = False
     yield lab
     lab.close()
@@ -276,7 +277,11 @@ def test_the_watcher_survives_an_interrupt(board):
     board.start_button.click()
     assert isinstance(board._job, background.Job)
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), 2)
-        time.sleep(5)
+        interrupt()
     wait(board)
     assert board.status.value.startswith("done"), board.message.value
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)

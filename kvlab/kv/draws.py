@@ -37,10 +37,10 @@ def generator_of(device: torch.device, *place: object) -> torch.Generator:
 
 
 def draw_method(device: torch.device) -> str:
-    """Where a device's random values come from: `triton`, `torch` (CUDA without Triton) or `numpy`."""
+    """Where a device's random values come from: `triton`, `torch` (ROCm, or CUDA without Triton) or `numpy`."""
     if device.type != "cuda":
         return "numpy"
-    return "triton" if find_spec("triton") else "torch"
+    return "triton" if torch.version.cuda and find_spec("triton") else "torch"
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def fill_kv_blocks(
     if isinstance(fill, Prefill):
         raise FillError(f"fill {str(fill)!r}: only an engine can write it, by running its model; use step.fill")
     layers = distinct_layers(layer_tensors(kv_caches, attn_groups, num_blocks, block_dims))
-    owned = {layer.group_id: owned_block_ranges(layer.group_id, batch) for layer in layers}
+    owned = {group_id: owned_block_ranges(group_id, batch) for group_id in {layer.group_id for layer in layers}}
     for layer in layers:
         layer.check_ranges(owned[layer.group_id])
     seed = seed_of(generator)

@@ -243,6 +243,4 @@ def _written(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[s
 
 
 def _has_e4m3(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
 
 import numpy as np
 
@@ -24,31 +23,35 @@ def check_overlaps(layers: Iterable[LayerTensor], batch: Batch) -> None:
     for layer in layers:
         by_storage.setdefault(layer.tensor.untyped_storage().data_ptr(), []).append(layer)
     for members in by_storage.values():
-        places: dict[tuple[int, tuple[int, int, int]], LayerTensor] = {}
+        places: dict[tuple[int, ...], LayerTensor] = {}
         for layer in members:
-            places.setdefault((layer.group_id, _place(layer)), layer)
-        for (a, one), (b, other) in combinations(places.items(), 2):
-            if a[0] != b[0] and not _block_by_block(a[1], b[1]) and _share_bytes(one, other, batch):
+            places.setdefault((layer.group_id, *_place(layer)), layer)
+        distinct = list(places.values())
+        for a, b in _doubtful_pairs(np.array(list(places), np.int64)):
+            one, other = distinct[a], distinct[b]
+            if _share_bytes(one, other, batch):
                 raise GeometryError(
                     f"layers {one.layer!r} (group {one.group_id}) and {other.layer!r} (group {other.group_id}) keep"
                     " different blocks in the same bytes: filling one would change the other; their blocks stand"
-                    f" {a[1][1]} and {b[1][1]} bytes apart"
+                    f" {_place(one)[1]} and {_place(other)[1]} bytes apart"
                 )
 
 
-def _place(layer: LayerTensor) -> tuple[int, int, int]:
-    """(first byte, bytes from block to block, end of block 0 and all its bytes) of a layer's tensor."""
+def _place(layer: LayerTensor) -> tuple[int, int, int, int]:
+    """(first byte, bytes from block to block, end of block 0, end of the last block) of a layer's tensor."""
     block = view_intervals(layer.blocks(0, 1))
     size = layer.tensor.element_size()
     stride = layer.tensor.stride(layer.dim) * layer.factor * size
-    return int(block[:, 0].min()), stride, int(block[:, 1].max())
+    begin, end = int(block[:, 0].min()), int(block[:, 1].max())
+    return begin, stride, end, end + (layer.tensor.shape[layer.dim] // layer.factor - 1) * stride
 
 
-def _block_by_block(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    (begin, stride, end), (other_begin, other_stride, other_end) = one, other
-    if stride != other_stride:
-        return False
-    return max(end, other_end) - min(begin, other_begin) <= stride
+def _doubtful_pairs(places: Intervals) -> list[list[int]]:
+    """Pairs of rows (group, *place) of two groups that neither lie apart nor keep block b within the same bytes."""
+    group, begin, stride, end, last = (column[:, None] for column in places.T)
+    meet = (begin < last.T) & (last > begin.T)
+    block_by_block = (stride == stride.T) & (np.maximum(end, end.T) - np.minimum(begin, begin.T) <= stride)
+    return np.argwhere(np.triu(meet & (group != group.T) & ~block_by_block)).tolist()
 
 
 def _share_bytes(one: LayerTensor, other: LayerTensor, batch: Batch) -> bool:

@@ -182,6 +182,9 @@ def test_every_layout_is_filled_by_a_kernel_with_normal_values_and_nothing_else_
     for layer, fmt, values in decoded(world):
         scale = STATE_SCALE if is_state(layer.spec) else 1.0
         assert values.isfinite().all()
+        # No two calls of the generator are alike: no run of a block repeats another's values.
+        eights = values.flatten().unflatten(0, (-1, 8))
+        assert len(eights.unique(dim=0)) == len(eights), layer.layer
         ordered = values.double().flatten().sort().values / scale
         steps = torch.arange(len(ordered), device=device) / len(ordered)
         # The 0.1 % point of Kolmogorov's distribution, and half a step of a format of few codes.

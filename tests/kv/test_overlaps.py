@@ -50,3 +50,12 @@ def test_blocks_of_one_stride_may_be_overlaid_and_storages_never_meet():
     check_overlaps([layer(0, buffer, 0, 24, 24), layer(1, buffer, 4, 24, 20)], batch_of(ranges))
     check_overlaps([layer(0, buffer, 0, 24, 24), layer(1, torch.zeros_like(buffer), 0, 8, 8)], batch_of(ranges))
     assert np.array_equal(buffer, torch.zeros(1024))
+
+
+def test_many_layers_that_lie_apart_need_no_look_at_their_blocks(monkeypatch):
+    """Layer after layer, or side by side in each block, as vLLM overlays its groups."""
+    monkeypatch.setattr("kvlab.kv.overlaps._share_bytes", lambda *layers: pytest.fail("looked"))
+    for layer_stride, block_stride in ((16 * 24, 24), (24, 16 * 24)):
+        buffer = torch.zeros(16 * 16 * 24, dtype=torch.uint8)
+        layers = [layer(g, buffer, i * layer_stride, block_stride, 24 - g) for g in range(3) for i in range(16)]
+        check_overlaps(layers, batch_of([[(1, 5)], [(5, 9)], [(9, 13)]]))

@@ -8,35 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = ROOT / "notebooks"
-SCREENSHOTS = Path(os.environ.get("KVLAB_SCREENSHOTS", ROOT / "build" / "screenshots"))
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-
-
-def quiet_environment(home: Path) -> dict[str, str]:
-    """One thread, and Jupyter's own files in a temporary folder."""
-    places = {
-        "JUPYTER_CONFIG_DIR": home / "config",
-        "JUPYTER_RUNTIME_DIR": home / "runtime",
-        "JUPYTERLAB_SETTINGS_DIR": home / "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces",
-        "IPYTHONDIR": home / "ipython",
-    }
-    for place in places.values():
-        place.mkdir(parents=True, exist_ok=True)
-    news = home / "settings" / "@jupyterlab" / "apputils-extension"
-    news.mkdir(parents=True, exist_ok=True)
-    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
-    return {**os.environ, **{name: str(place) for name, place in places.items()}, "OMP_NUM_THREADS": "1"}
+from labserver import BROWSERS, NOTEBOOKS, SCREENSHOTS, quiet_environment, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +53,6 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
             server.wait(15)
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
-
-
-def wait_for(address: str, server: subprocess.Popen, log: Path, seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        assert server.poll() is None, f"JupyterLab ended:\n{log.read_text()}"
-        try:
-            urllib.request.urlopen(f"{address}/api", timeout=2).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.3)
-    pytest.fail(f"JupyterLab did not answer in {seconds:.0f} s:\n{log.read_text()}")
 
 
 @pytest.fixture(scope="module")

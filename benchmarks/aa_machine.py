@@ -1,0 +1,80 @@
+"""Does this machine's clock make verdicts err? The same step against itself, checked many times for real.
+
+Every arm holds zeros, so a `different` is false, the non-zero flag should come up 10 % of the time, and the 90 %
+intervals should hold 0. Each check prepares (and, on CUDA, captures) the step anew, in fresh random orders.
+
+    python benchmarks/aa_machine.py tiny-dense --case decode=4*1@512
+    python benchmarks/aa_machine.py deepseek-v4.1-flash --engine vllm --case decode=8*1@100000 --mode sustained
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+from kvlab.cases import Case, parse_case
+from kvlab.engines.load import load_engine
+from kvlab.kv.fills import Zeros
+from kvlab.plan import AGAIN, BASELINE, Arm, Plan
+from kvlab.provenance import identity, machine
+from kvlab.stats import position_bias
+from kvlab.study import Study
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The same step against itself, many times.")
+    parser.add_argument("model")
+    parser.add_argument("--engine", default="reference")
+    parser.add_argument("--case", default="decode=4*1@512")
+    parser.add_argument("--mode", default="isolated")
+    parser.add_argument("--checks", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--replays", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder of an export of the run")
+    args = parser.parse_args()
+    case = parse_case(args.case)
+    options = {"cases": [case]} if args.engine == "vllm" else {}
+    engine = load_engine(args.model, args.engine, **options)
+    arms = tuple(Arm(name, Zeros()) for name in (BASELINE, AGAIN, "random"))
+    plan = Plan(arms, 0.03, (args.mode,), args.rounds, 60.0, args.replays, 2, 0)
+    with tempfile.TemporaryDirectory() as scratch:
+        study = Study(engine, plan, Path(scratch) / "aa", args.checks)
+        for number in range(args.checks):
+            study.check_case(engine, Case(f"aa{number:02d}", case.requests))
+        gaps, verdicts, samples = study.run.gaps, study.run.verdicts, study.run.samples
+        if args.out:
+            study.run.export(args.out)
+        study.run.close()
+    engine.close()
+    flags = [(row.ci90_lo > 0) or (row.ci90_hi < 0) for row in gaps.itertuples()]
+    flags += [(row.aa_ci90_lo > 0) or (row.aa_ci90_hi < 0) for row in verdicts.itertuples()]
+    table = {
+        "checks": len(verdicts),
+        "rounds": args.rounds,
+        **{
+            name: int((verdicts["verdict"] == name).sum())
+            for name in ("equivalent", "different", "inconclusive", "invalid")
+        },
+        "nonzero": f"{sum(flags)} of {len(flags)}",
+        "half-width, %": f"{50 * (gaps['ci90_hi'] - gaps['ci90_lo']).median():.3f}",
+        "largest gap, %": f"{100 * gaps['gap'].abs().max():.3f}",
+    }
+    rounds = samples.assign(round=samples["case"] + " " + samples["round"].astype(str))
+    who = identity(machine())
+    print(
+        f"# {args.model}, {args.engine} engine, {args.case}, {args.mode}; {who['gpu']}, torch {who['torch']},"
+        f" vllm {who['vllm']}"
+    )
+    print(pd.DataFrame([table]).to_string(index=False))
+    bias = position_bias(rounds.drop(columns="case"))
+    print(
+        "by position in the round, %:",
+        "; ".join(f"{100 * b.bias:+.3f} ({100 * b.lo:+.3f} .. {100 * b.hi:+.3f})" for b in bias.itertuples()),
+    )
+
+
+if __name__ == "__main__":
+    main()
