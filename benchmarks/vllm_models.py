@@ -8,6 +8,8 @@ MODEL is a preset or a folder with a config.json. OUT gets, of the parts asked f
     verify      vllm-MODEL-verify.jsonl     which bytes each step writes, and what it reads without a token
     check       vllm-MODEL-isolated, -sustained: runs, zero against random KV
     bench       vllm-MODEL-bench.json       medians of `vllm bench forward`'s own replays and of the zeros arm
+    explain     vllm-MODEL-explain          a run in both modes with kernels, clocks, selection and the 2x2 of roles
+    sweep       sweep-MODEL-contexts, -zeros: runs, the gap against context length and against the zero fraction
     prefill     vllm-MODEL-prefill          a run with the arm `prefill`: one request at the long context
     loads       vllm-MODEL-loads.json       how far the experts' loads move between arms (with --routing real)
     selection   vllm-MODEL-selection.json   share of neighbours among the tokens that sparse attention chooses, by layer
@@ -27,12 +29,14 @@ import numpy as np
 from kvlab.cases import parse_case
 from kvlab.engines.load import load_engine
 from kvlab.engines.loads import loads_moved
+from kvlab.grid import Grid, sweep
 from kvlab.measure.timer import make_timer
 from kvlab.selection import describe_selection
 from kvlab.study import check
 from kvlab.verification import REGIONS, reads_unwritten, verify
 
-PARTS = ("verify", "check", "bench", "prefill", "loads", "selection", "probe")
+PARTS = ("verify", "check", "bench", "explain", "sweep", "prefill", "loads", "selection", "probe")
+ROLES = ("mix(kv=random, indexer=zeros)", "mix(kv=zeros, indexer=random)")
 ARMS = ("zeros", "random")
 
 
@@ -141,6 +145,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--sustained-rounds", type=int, default=8)
+    parser.add_argument(
+        "--budget", type=float, default=15.0, help="seconds of rounds a case and mode of explain and sweep"
+    )
+    parser.add_argument("--contexts", default="1024,8192,32768,100000", help="of the sweep")
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--engine-arg", default="{}", help="JSON object of further EngineArgs")
     args = parser.parse_args()
@@ -179,10 +187,15 @@ def main() -> None:
         with check(engine, cases, out=args.out / f"vllm-{name}-{suffix}", **how) as made:
             columns = ["case", "gap", "ci90_lo", "ci90_hi", "aa_ci90_lo", "aa_ci90_hi", "median_us_zeros", "verdict"]
             say(f"{suffix}\n" + made.verdicts[[c for c in columns if c in made.verdicts]].to_string(index=False))
-            verdicts = [made.verdict_of(case.name, how["mode"]) for case in cases]
-        failed.extend(f"{suffix} {v['text']}: {v['reasons']}" for v in verdicts if v["verdict"] == "invalid")
-        for verdict in verdicts:
-            say(f"{suffix} {verdict['case']}: {json.dumps(verdict.get('arms'))}")
+            for case, mode in zip(made.verdicts["case"], made.verdicts["mode"], strict=True):
+                verdict = made.verdict_of(case, mode)
+                told = [*verdict["reasons"], verdict.get("cause", {}).get("sentence", "")]
+                say(f"{suffix} {case} {mode}: {json.dumps(verdict.get('arms'))} {' '.join(told)}")
+
+    def swept(suffix: str, **axes) -> None:
+        with sweep(engine, out=args.out / f"sweep-{name}-{suffix}", budget=args.budget, **axes) as made:
+            columns = ["case", "mode", "arm", "gap", "ci90_lo", "ci90_hi", "verdict"]
+            say(f"sweep {suffix}\n{made.gaps[columns].to_string(index=False)}")
 
     short, long = (
         [f"decode{k}={n}*1@{kv}", f"hit{k}={args.query}@{kv}"]
@@ -194,7 +207,7 @@ def main() -> None:
     engine = load_engine(
         args.model,
         "vllm",
-        cases=[*cases, *alone],
+        cases=[*cases, *alone, *Grid(tuple(map(int, args.contexts.split(","))), batch=(args.batch,)).cases()],
         routing=args.routing,
         gpu_memory_utilization=args.utilization,
         **{key: value for key, value in options.items() if value is not None},
@@ -222,6 +235,16 @@ def main() -> None:
             attempt(
                 "sustained", "", lambda: run("sustained", cases[2:4], mode="sustained", rounds=args.sustained_rounds)
             )
+        if "explain" in parts:
+            arms = ["random", *(ROLES if engine.topk else ())]
+            how = {"arms": arms, "mode": "both", "budget": args.budget, "explain": True}
+            attempt("explain", "", lambda: run("explain", cases[2:4], **how))
+        if "sweep" in parts:
+            contexts = tuple(map(int, args.contexts.split(",")))
+            attempt("sweep", "contexts", lambda: swept("contexts", contexts=contexts, batch=(args.batch,), mode="both"))
+            shares = (0.25, 0.5, 0.75)
+            axes = {"contexts": contexts[-1:], "phases": ("hit",), "batch": (1,), "zero_fractions": shares}
+            attempt("sweep", "zeros", lambda: swept("zeros", **axes))
         if "prefill" in parts:
             arms = ["random", "prefill"]
             attempt("prefill", "", lambda: run("prefill", alone, arms=arms, mode="isolated", rounds=args.rounds))

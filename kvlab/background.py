@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -28,6 +30,8 @@ ENDED = ("done", "cancelled", "failed")
 COMMANDS = ("check", "sweep")
 # Seconds that a cancelled child has to finish its round before it is ended.
 GRACE = 30.0
+# Seconds between a child's looks at whether its parent still lives.
+_PARENT = 1.0
 _KEYS = ("command", "model", "engine", "engine_options", "cases", "sweep")
 
 
@@ -64,16 +68,24 @@ class Job:
         self._process = process
         self._files = files
         self._cancelled: float | None = None
+        self._last: State | None = None
         self._end = weakref.finalize(self, _end, process, files)
 
     def state(self) -> State:
         """How far it is, at once; after a cancel it also ends a child whose grace is over."""
+        if self._last is not None:
+            return self._last
         running = self._process.poll() is None
         stored = _read_state(self._files / STATE)
         if running:
             if self._cancelled is not None and time.monotonic() - self._cancelled > GRACE:
                 _kill(self._process)
             return stored
+        # The files go with `close`; what the child came to stays.
+        self._last = self._ended(stored)
+        return self._last
+
+    def _ended(self, stored: State) -> State:
         if stored.stage in ENDED:
             return stored
         if self._cancelled is not None:
@@ -97,7 +109,11 @@ class Job:
         return state
 
     def close(self) -> None:
-        """End the child now, if it still runs."""
+        """End the child now, if it still runs; what it came to `state` goes on saying."""
+        if self._process.poll() is None:
+            self.cancel()
+            _kill(self._process)
+        self.state()
         self._end()
 
 
@@ -119,12 +135,13 @@ def start(spec: Mapping[str, Any], out: str | Path) -> Job:
     folder = Path(out).absolute()
     try:
         (files / "spec.json").write_text(json.dumps({**spec, "out": str(folder)}), encoding="utf-8")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        shutil.rmtree(files, ignore_errors=True)
         raise StudyError(f"job: {error}; give plain values") from None
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with open(files / LOG, "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvlab.background", str(files)],
+            [sys.executable, "-m", "kvlab.background", str(files), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -196,8 +213,7 @@ class _Reporter:
         done = sum(self._finished.values())
         # Those that have not begun will take about as many rounds as this one.
         total = done + (tick.rounds - tick.done) + (tick.of - tick.index - 1) * tick.rounds
-        ended = tick.done >= tick.rounds and bool(tick.note)
-        verdicts = (*self.state.verdicts, f"{tick.case}: {tick.note}") if ended else self.state.verdicts
+        verdicts = (*self.state.verdicts, f"{tick.case}: {tick.note}") if tick.decided else self.state.verdicts
         message = tick.note or self.state.message
         self.say(
             stage="measuring",
@@ -241,14 +257,21 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], files: Path) -> None:
-    import shutil
-
     _kill(process)
     shutil.rmtree(files, ignore_errors=True)
 
 
+def _end_with(parent: int, files: Path) -> None:
+    """End this process's session once its parent is gone: killed, it could not; stored rounds are whole."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT)
+    shutil.rmtree(files, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     place = Path(sys.argv[1])
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]), place), daemon=True).start()
     try:
         asked = json.loads((place / "spec.json").read_text(encoding="utf-8"))
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from kvlab.run import Run
 
 OK, DIFFERENT, UNDECIDED = 0, 1, 3  # BAD_INPUT is 2
-INTERRUPTED = 130
+# As a shell says it of a command that a signal ended: SIGINT, SIGPIPE.
+INTERRUPTED, CLOSED = 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvlabError as error:
         print(f"kvlab: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; the interpreter's own flush must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
     except OSError as error:
         print(f"kvlab: {error.filename or 'file'}: {error.strerror or error}; what was stored is kept", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        kept = (
-            f"; finished rounds are kept in {args.out}, the same command resumes" if getattr(args, "out", None) else ""
-        )
+        resumes = args.run in (_check, _sweep) and args.out
+        kept = f"; finished rounds are kept in {args.out}, the same command resumes" if resumes else ""
         print(f"kvlab: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
 
@@ -63,11 +68,13 @@ def _loaded(args: argparse.Namespace) -> Iterator[tuple[Any, list[Case]]]:
             "no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096, or --claim for the claim's"
         )
     from kvlab.engines.load import load_engine, longest_context
+    from kvlab.study import distinct_cases
 
     options = engine_options(args)
     limit = longest_context(args.model, args.engine, options) or sys.maxsize
     if args.claim:
         cases += claim_cases(min(limit, args.max_model_len or limit))
+    cases = distinct_cases(cases)
     if args.engine == "vllm":
         # The batch and the context are sized by the cases as they will run.
         options["cases"] = [jitter_kv_lens(case, args.kv_len_jitter, limit, args.seed) for case in cases]
@@ -85,15 +92,15 @@ def _check(args: argparse.Namespace) -> int:
     from kvlab.study import check, default_folder
 
     arms, how = args.arm or ["random"], study_options(args)
-    Plan.of(arms, **how)  # a slip in these should not cost a load
+    plan = Plan.of(arms, **how)  # a slip in these should not cost a load
     with _loaded(args) as (engine, cases):
         args.out = args.out or str(default_folder(engine))
         with Bar(args.no_progress) as bar:
             run = check(engine, cases, arms=arms, **how, out=args.out, progress=bar)
     with run:
-        _say_where_the_time_went(run.cases, args.loaded - args.begin)
-        modes = list(dict.fromkeys(run.verdicts["mode"]))
-        return _show(args, run, [(case.name, mode) for case in cases for mode in modes])
+        if "resumed" not in run.provenance:
+            _say_where_the_time_went(run.cases, args.loaded - args.begin)
+        return _show(args, run, [(case.name, mode) for case in cases for mode in plan.modes])
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -105,7 +112,7 @@ def _sweep(args: argparse.Namespace) -> int:
     axes, how = sweep_axes(args), study_options(args)
     grid = Grid(**axes)
     cases = grid.cases()
-    Plan.of([*(args.arm or ["random"]), *grid.arms], **how)
+    plan = Plan.of(grid.arms(args.arm or ["random"]), **how)
     options = engine_options(args)
     if args.engine == "vllm":
         options["cases"] = cases
@@ -117,8 +124,9 @@ def _sweep(args: argparse.Namespace) -> int:
     with Bar(args.no_progress) as bar:
         run = sweep(load, **axes, arms=args.arm or ["random"], **how, out=args.out, progress=bar)
     with run:
-        found = run.verdicts
-        return _show(args, run, list(zip(found["case"], found["mode"], strict=True)))
+        # The folder may hold other grids of the same study too.
+        asked = [case.name for topk in axes["topk"] or (None,) for case in grid.cases(topk)]
+        return _show(args, run, [(name, mode) for name in asked for mode in plan.modes])
 
 
 def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]]) -> int:
@@ -136,6 +144,8 @@ def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]])
         from kvlab.verdict_table import explanation, verdict_table
 
         print(verdict_table(verdicts))
+        for note in run.provenance.get("notes", ()):
+            print(f"done in a lesser way: {note}")
         for verdict in verdicts:
             if "cause" in verdict:
                 here = (run.kernels["case"] == verdict["case"]) & (run.kernels["mode"] == verdict["mode"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 
 from kvlab import plots
 from kvlab.background import State
+from kvlab.database import FILE
 from kvlab.errors import RunError, StudyError
+from kvlab.export import RECORD
 from kvlab.lab import COMMITTED
 from kvlab.plots.style import percent, percent_interval
 from kvlab.report.answer import headline as answer
@@ -22,7 +24,10 @@ from kvlab.report.facts import read_run
 from kvlab.run import Run
 from kvlab.texts import fractions, token_counts
 
-_MARKS = ("run.sqlite", "provenance.json")
+# Of the dashboard, as they are shown; the engine goes before the model, whose choices it decides on.
+FIELDS = tuple("engine model other options contexts batch topk zero_fractions arms margin mode rounds".split())
+OTHER = "other, named below"
+_MARKS = (FILE, RECORD)
 _NUMBERS = ("margin", "gap", "ci90_lo", "ci90_hi", "aa_gap", "aa_ci90_lo", "aa_ci90_hi")
 _COLUMNS = ["model", "engine", "gpu", "case", "mode", "verdict", *_NUMBERS]
 
@@ -37,38 +42,36 @@ FIGURES: dict[str, Callable[[Run, str], Any]] = {
 }
 
 
-def make_spec(
-    *,
-    engine: str,
-    model: str,
-    phases: Sequence[str],
-    contexts: str,
-    batch: str,
-    topk: str,
-    zero_fractions: str,
-    arms: str,
-    margin: float,
-    mode: str,
-    rounds: int,
-    options: str,
-) -> dict[str, Any]:
-    """A sweep's spec for `kvlab.background.start`, from texts as people type them.
+def make_spec(**settings: Any) -> dict[str, Any]:
+    """A sweep's spec for `kvlab.background.start`.
+
+    Args:
+        settings: `FIELDS` as people type them, `margin` in percent, `rounds` 0 for a pilot's; and `phases`.
 
     Raises:
         StudyError: for one that cannot be read; what is out of range the child says.
     """
-    if not model.strip():
+    model = settings["other" if settings["model"] == OTHER else "model"].strip()
+    if not model:
         raise StudyError("other model: none is named; give a folder with a config.json, or ORG/NAME")
     grid = {
-        "contexts": token_counts(contexts, "contexts"),
-        "phases": tuple(phases),
-        "batch": token_counts(batch, "batch"),
-        "topk": token_counts(topk, "top-k"),
-        "zero_fractions": fractions(zero_fractions, "zero fractions"),
+        "contexts": token_counts(settings["contexts"], "contexts"),
+        "phases": tuple(settings["phases"]),
+        "batch": token_counts(settings["batch"], "batch"),
+        "topk": token_counts(settings["topk"], "top-k"),
+        "zero_fractions": fractions(settings["zero_fractions"], "zero fractions"),
     }
-    how = {"arms": fills(arms), "margin": margin, "mode": mode, "rounds": rounds or None}
-    head = {"command": "sweep", "model": model.strip(), "engine": engine, "engine_options": engine_options(options)}
-    return {**head, "sweep": grid, **how}
+    return {
+        "command": "sweep",
+        "model": model,
+        "engine": settings["engine"],
+        "engine_options": engine_options(settings["options"]),
+        "arms": fills(settings["arms"]),
+        "margin": settings["margin"] / 100,
+        "mode": settings["mode"],
+        "rounds": settings["rounds"] or None,
+        "sweep": grid,
+    }
 
 
 def fills(text: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from kvlab.cases import Case, Request
 from kvlab.engines.base import Engine
 from kvlab.errors import StudyError
 from kvlab.kv.fills import Fill, Random
-from kvlab.plan import DEFAULT_BUDGET, Plan
+from kvlab.plan import DEFAULT_BUDGET, Arm, Plan
 from kvlab.run import Run
 from kvlab.study import Progress, Study
 
@@ -91,10 +91,16 @@ class Grid:
         query = max(2, min(self.query or QUERY_TOKENS // batch, context // 2))
         return Request(query, context, chunked=phase == "chunk")
 
-    @property
-    def arms(self) -> list[Fill]:
-        """An arm for each zero fraction between the ends; 1 is the baseline itself."""
-        return [Random(zero_fraction=share) for share in self.zero_fractions if share < 1]
+    def arms(self, others: Sequence[str | Fill] = ()) -> list[str | Fill]:
+        """The others, and an arm for each zero fraction that is not among them; 1 is the baseline itself.
+
+        Raises:
+            FillError: for another that is none.
+        """
+        listed = [others] if isinstance(others, str | Fill) else list(others)
+        named = {Arm.parse(arm).name for arm in listed}
+        fills = [Random(zero_fraction=share) for share in self.zero_fractions if share < 1]
+        return [*listed, *(fill for fill in fills if str(fill) not in named)]
 
 
 def sweep(
@@ -137,9 +143,8 @@ def sweep(
     grid = Grid(tuple(contexts), tuple(phases), tuple(batch), query, tuple(topk or ()), tuple(zero_fractions))
     if grid.topk and isinstance(engine, Engine):
         raise StudyError("sweep: a loaded engine has one top-k; pass a function topk -> Engine to sweep over it")
-    asked = [*arms, *(fill for fill in grid.arms if str(fill) not in {str(arm) for arm in arms})]
     plan = Plan.of(
-        asked,
+        grid.arms(arms),
         margin=margin,
         mode=mode,
         rounds=rounds,

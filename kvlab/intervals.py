@@ -5,23 +5,24 @@ correlation of neighbouring rounds, but for few rounds it is too narrow: indepen
 (12) to 85 % (60) of the time at a nominal 90 %. Its variance is close to a quadratic form x'Bx of the log ratios, so
 the shortfall is known beforehand: the form's expectation gives a bias factor, its first two moments the degrees of
 freedom of a Student quantile (Satterthwaite 1946), in the spirit of fixed-b asymptotics (Kiefer & Vogelsang 2005).
-Both are taken under a working AR(1) of 0.1 between rounds: without it an AR(1) of 0.3 is covered 85 % of the time at
-12 rounds, with it 87 %, at the price of 92 instead of 90.5 % for independent rounds. Simulated coverage of the
-nominal 90 % (%; 2,000 data sets a cell, standard error 0.6 to 0.8; `benchmarks/aa_simulation.py --coverage`):
+Both are taken under a working AR(1) of 0.05 between rounds, as orders drawn afresh leave little correlation: 0.1 would
+cover an AR(1) of 0.3 a point more often, at the price of a flag that comes up 6 % of the time at a nominal 10.
+Simulated coverage of the nominal 90 % (%; 2,000 data sets a cell, standard error 0.6 to 0.8;
+`benchmarks/aa_simulation.py --coverage`):
 
 | rounds | normal | Student t3 | AR(1) 0.3 |
 |---|---|---|---|
-| 8 | 93.6 | 93.2 | 86.9 |
-| 12 | 92.5 | 92.2 | 87.5 |
-| 16 | 92.2 | 92.2 | 88.3 |
-| 20 | 92.1 | 91.6 | 87.9 |
-| 40 | 91.1 | 91.4 | 88.6 |
-| 60 | 90.1 | 90.5 | 88.1 |
+| 8 | 92.9 | 93.0 | 85.6 |
+| 12 | 91.8 | 91.8 | 86.7 |
+| 16 | 91.5 | 91.5 | 87.8 |
+| 20 | 91.3 | 91.1 | 87.4 |
+| 40 | 90.8 | 91.1 | 88.5 |
+| 60 | 89.8 | 90.3 | 87.9 |
 
 Tried and left: cube-root blocks lose the AR(1) column (84 % at 60 rounds), blocks of n / 4 are 3 to 8 % wider for a
 point of it, symmetric and standard-error intervals cover t3 at 94 and 95 % at 12 rounds. A block length estimated
 from the data was not tried: at 20 rounds the autocorrelation that it rests on has a standard error of 0.2. Stronger
-correlation than the table's is not made good: an AR(1) of 0.5 is covered 83 % at 12 rounds, 84 at 20, 87 at 60.
+correlation than the table's is not made good: an AR(1) of 0.5 is covered 82 % at 12 rounds, 83 at 20.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -84,7 +85,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-kv-blocks", type=int, metavar="N", help="blocks of the KV cache pool")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="longest KV of one request, tokens")
     parser.add_argument("--topk", metavar="N", help="tokens that sparse attention chooses; of a sweep, a list")
-    parser.add_argument("--seed", type=int, default=0, help="of tokens, contents and orders (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of tokens, contents and orders (default 0)")
     reference = parser.add_argument_group("engine reference")
     reference.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
     vllm = parser.add_argument_group("engine vllm")
@@ -174,6 +175,12 @@ def fraction(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no fraction in [0, 1); write 0.03 or 3%")
     return value
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2^31 - 1")
+    return int(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from kvlab.intervals import checked
 from kvlab.stats import MIN_ROUNDS, rounds_for
 
 PILOT_ROUNDS = 8
+# For precision; and for power too, as an interval's cost grows with the square of the rounds (20 s at 500).
 MAX_ROUNDS = 120
+MOST_ROUNDS = 500
 # An sd from 8 rounds is too low half the time; 4 in 5 true values lie under this many times it (chi-square, 7 degrees
 # of freedom, lower fifth: sqrt(7 / 3.82)). Without it the power planned for is reached by half of the studies only.
 _SD_UPPER = 1.35
@@ -35,8 +37,9 @@ class RoundPlan:
 
     Attributes:
         rounds: in all, the pilot's included.
-        limit: what set the number: `given`, `power`, `precision`, `most` (`MAX_ROUNDS`) or `budget`.
-        wanted: rounds without the budget.
+        limit: what set the number: `given`, `power`, `precision`, `most` (`MAX_ROUNDS` for precision, `MOST_ROUNDS`
+            for power) or `budget`.
+        wanted: rounds without a limit.
         sd: of the pilot's A/A log ratios; None where the number was given.
         seconds_per_round: of the pilot; None where the number was given.
     """
@@ -54,11 +57,12 @@ class RoundPlan:
     def __str__(self) -> str:
         if self.limit == "given":
             return f"{self.rounds} rounds, as given"
+        allowed = "the pilot alone, as the budget allows no more" if self.rounds <= PILOT_ROUNDS else "all in the budget"
         why = {
             "power": "for 80 % power at the margin",
             "precision": f"for an interval of +-{_PRECISION:.0%} of the margin",
-            "most": "the most that are run",
-            "budget": f"all that the budget allows of {self.wanted}",
+            "most": "the most that are run" + (f", of {self.wanted} wanted" if self.wanted > self.rounds else ""),
+            "budget": f"{allowed}, of {self.wanted} wanted",
         }[self.limit]
         noise = f"A/A noise {self.sd:.2%}" if self.sd is not None else "no pilot"
         return f"{self.rounds} rounds: {why} ({noise}, {self.seconds_per_round:.2f} s a round)"
@@ -82,14 +86,27 @@ def plan_rounds(aa_log_ratios: ArrayLike, seconds_per_round: float, margin: floa
         StudyError: for ratios that are not finite, or a margin out of range.
     """
     ratios = checked(aa_log_ratios)
-    sd = float(np.std(ratios, ddof=1))
+    return _planned(float(np.std(ratios, ddof=1)), len(ratios), seconds_per_round, margin, budget)
+
+
+def replanned(plan: RoundPlan, margin: float, budget: float) -> RoundPlan:
+    """A plan that its budget cut short, under another budget: as blind to the gap as the first, and never shorter."""
+    if plan.limit != "budget" or plan.sd is None or plan.seconds_per_round is None:
+        return plan
+    return _planned(plan.sd, plan.rounds, plan.seconds_per_round, margin, budget)
+
+
+def _planned(sd: float, least: int, seconds_per_round: float, margin: float, budget: float) -> RoundPlan:
     likely = sd * _SD_UPPER * _SMALL_SAMPLE
     power = rounds_for(likely, margin / 2)
     precision = math.ceil((likely * _Z95 / (_PRECISION * math.log1p(margin))) ** 2)
     precise = min(precision, MAX_ROUNDS)
     limit = "power" if power >= precise else "precision" if precise == precision else "most"
-    wanted = max(power, precise, len(ratios), MIN_ROUNDS)
-    affordable = max(len(ratios), int(budget / max(seconds_per_round, 1e-9)))
-    if affordable < wanted:
-        return RoundPlan(affordable, "budget", wanted, sd, seconds_per_round)
-    return RoundPlan(wanted, limit, wanted, sd, seconds_per_round)
+    wanted = max(power, precise, least, MIN_ROUNDS)
+    most = wanted
+    if power > MOST_ROUNDS:
+        limit, most = "most", max(least, MOST_ROUNDS)
+    affordable = max(least, int(budget / max(seconds_per_round, 1e-9)))
+    if affordable < most:
+        limit, most = "budget", affordable
+    return RoundPlan(most, limit, wanted, sd, seconds_per_round)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ DEFAULT_ARMS = (BASELINE, AGAIN, "random")
 BOTH = "both"
 # Seconds of rounds a case and mode, where the pilot decides on their number.
 DEFAULT_BUDGET = 30.0
+# What seeds are made of must fit a generator's and a database's integers.
+_TOO_LARGE = 2**31
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,16 @@ class Plan:
             raise StudyError(f"margin {self.margin} is out of range; give a fraction in (0, 1), e.g. 0.03")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
             raise StudyError(f"mode {unknown[0]!r} is unknown; give {', '.join(MODES)} or {BOTH}")
-        if not self.budget > 0:
+        if not 0 < self.budget < math.inf:
             raise StudyError(f"budget is {self.budget} s; give a positive number of seconds")
         for name, least in (("rounds", 1), ("replays", 1), ("discard", 0), ("seed", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise StudyError(f"{name} is {value}; give {least} or more")
+            if value is None and name == "rounds":
+                continue
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+                raise StudyError(f"{name} is {value!r}; give a whole number of {least} or more")
+            if not least <= value < _TOO_LARGE:
+                raise StudyError(f"{name} is {value}; give {least} or more, under 2^31")
 
     @classmethod
     def of(
@@ -102,7 +110,7 @@ class Plan:
         Raises:
             StudyError, FillError: one line that names what is out of range.
         """
-        wanted = [Arm.parse(arm) for arm in arms]
+        wanted = [Arm.parse(arm) for arm in ([arms] if isinstance(arms, str | Fill) else arms)]
         fixed = (Arm(BASELINE, Zeros()), Arm(AGAIN, Zeros()))
         taking_part = (*fixed, *(arm for arm in wanted if arm.name not in (BASELINE, AGAIN)))
         modes = MODES if mode == BOTH else (mode,)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvlab.cases import Case, parse_case
 from kvlab.engines.base import Engine, Step
-from kvlab.errors import CaseError, EngineError
+from kvlab.errors import CapacityError, CaseError, EngineError
 from kvlab.estimates import round_ratios
 from kvlab.examination import Examination, captured, examine
 from kvlab.explain import explain
@@ -23,9 +23,9 @@ from kvlab.gaps import case_axes
 from kvlab.kv.draws import draw_method
 from kvlab.kv.fills import Fill
 from kvlab.measure.telemetry import make_telemetry
-from kvlab.measure.timer import Timer, make_timer
-from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds
-from kvlab.plan import AGAIN, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
+from kvlab.measure.timer import MODES, Timer, make_timer
+from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds, replanned
+from kvlab.plan import AGAIN, BOTH, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
 from kvlab.provenance import identity, machine
 from kvlab.rounds import measure_round
 from kvlab.run import Run
@@ -44,6 +44,7 @@ class Tick:
         done, rounds: of this case and mode; `rounds` grows once the pilot has decided.
         index, of: the case and mode among all of them, from 0.
         note: a sentence when there is something to say: the plan of rounds, or a verdict.
+        decided: the note is the verdict, which ends the case and mode.
     """
 
     case: str
@@ -53,6 +54,7 @@ class Tick:
     index: int
     of: int
     note: str = ""
+    decided: bool = False
 
 
 Progress = Callable[[Tick], None]
@@ -125,7 +127,8 @@ def distinct_cases(cases: Iterable[Case | str]) -> list[Case]:
     Raises:
         CaseError: for none, or two of one name.
     """
-    parsed = [parse_case(case) if isinstance(case, str) else case for case in cases]
+    listed = [cases] if isinstance(cases, str | Case) else cases
+    parsed = [parse_case(case) if isinstance(case, str) else case for case in listed]
     if not parsed:
         raise CaseError("no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096")
     names = [case.name for case in parsed]
@@ -166,10 +169,14 @@ class Study:
         Raises:
             RunError: for the folder of another study.
         """
-        # A CPU has no launch queue: a lone replay and a queued one are the same there.
-        self.plan = plan = replace(plan, modes=plan.modes[:1]) if engine.device.type == "cpu" else plan
         self._telemetry = make_telemetry(engine.device)
         provenance = {**machine(), **engine.provenance(), "telemetry": self._telemetry.source}
+        if engine.device.type == "cpu" and plan.modes != MODES[:1]:
+            asked = BOTH if plan.modes == MODES else plan.modes[0]
+            note = f"mode {asked}: a CPU has no launch queue, so a lone replay and a queued one are the same there"
+            provenance["notes"] = [*provenance.get("notes", ()), note]
+            plan = replace(plan, modes=plan.modes[:1])
+        self.plan = plan
         provenance |= {"routing": engine.routing, "load_s": engine.load_s, "draws": draw_method(engine.device)}
         identity_of = {
             "model": engine.model,
@@ -200,8 +207,18 @@ class Study:
         verdict = self.run.verdict_of(case, mode)
         if not verdict or (self.plan.explain and "cause" not in verdict):
             return False
-        planned = self.plan.rounds or (verdict.get("plan") or {}).get("rounds")
-        return planned is not None and len(self.run.finished_rounds(case, mode)) >= planned
+        planned = self._planned(case, mode)
+        # A verdict of fewer rounds is from before more were asked for, one of none from a failure.
+        return planned is not None and verdict["rounds"] >= planned.rounds
+
+    def _planned(self, case: str, mode: str) -> RoundPlan | None:
+        """The plan of rounds where it is given or was made by a pilot before; None where a pilot is still to run."""
+        if self.plan.rounds:
+            return given_rounds(self.plan.rounds)
+        stored = self.run.facts_of(case).get(f"plan_{mode}")
+        if not stored or stored["limit"] == "given":
+            return None
+        return replanned(RoundPlan(**stored), self.plan.margin, self.plan.budget)
 
     def skip(self, cases: Sequence[Case]) -> bool:
         """Whether all of the cases are finished, so that nothing need be loaded for them; they then count as done."""
@@ -227,7 +244,7 @@ class Study:
         try:
             step = self._prepare(engine, case)
             found = examine(step, self.plan)
-        except EngineError as error:
+        except (EngineError, CapacityError, CaseError) as error:
             # The other cases can still be decided; the run says of this one what was wrong.
             found = Examination(culprits=(str(error),))
         try:
@@ -236,7 +253,7 @@ class Study:
                 verdict = self._verdict(step, found, mode, begin)
                 head = verdict_head(engine, case, self.plan, mode, self.run.path)
                 self.run.add_verdict(case.name, mode, {**head, **facts, **verdict})
-                self._tick(case.name, mode, verdict["rounds"], verdict["rounds"], told(verdict))
+                self._tick(case.name, mode, verdict["rounds"], verdict["rounds"], told(verdict), decided=True)
                 begin = time.perf_counter()
         finally:
             if step is not None:
@@ -257,7 +274,10 @@ class Study:
             return failed_verdict(self.plan, [str(error)], found.finite)
 
     def _measure(self, step: Step, found: Examination, mode: str, begin: float) -> dict[str, Any]:
-        name, plan, finite = step.case.name, self.plan, dict(found.finite)
+        name, plan = step.case.name, self.plan
+        # What an earlier process saw in its rounds counts as much as what this one sees.
+        seen = self.run.facts_of(name).get(f"nonfinite_{mode}", ())
+        finite = {arm: fine and arm not in seen for arm, fine in found.finite.items()}
         step.fill(plan.arms[0].fill, plan.seed)
         timer = make_timer(step, mode)
         try:
@@ -265,13 +285,18 @@ class Study:
             self.run.case_facts(name, **found.facts, **facts, **captured(step, timer))
             timer.settle(_WARM_UP)
             warm = time.perf_counter()
-            self.run.case_facts(name, warm_up_s=warm - begin)
+            first = "measure_s" not in self.run.facts_of(name)
             rounds = self._rounds(step, timer, mode, finite)
-            self.run.case_facts(name, measure_s=time.perf_counter() - warm)
+            if first:
+                self.run.case_facts(name, warm_up_s=warm - begin, measure_s=time.perf_counter() - warm)
             verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
             verdict["plan"] = rounds.as_dict()
             if plan.explain:
-                verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)
+                try:
+                    verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)
+                except EngineError as error:
+                    # The times stand without it; the same call again tries once more.
+                    verdict["reasons"] = [*verdict["reasons"], f"no cause was looked for: {error}"]
             return verdict
         finally:
             timer.close()
@@ -279,22 +304,21 @@ class Study:
     def _rounds(self, step: Step, timer: Timer, mode: str, finite: dict[str, bool]) -> RoundPlan:
         """Time the rounds that are missing; their number is given, was planned earlier, or is planned here."""
         name, key = step.case.name, f"plan_{mode}"
-        stored = self.run.facts_of(name).get(key)
-        planned = None
-        if self.plan.rounds:
-            planned = given_rounds(self.plan.rounds)
+        planned = self._planned(name, mode)
+        if planned is not None:
             self.run.case_facts(name, **{key: planned.as_dict()})
-        elif stored and stored["limit"] != "given":
-            planned = RoundPlan(**stored)
-        seconds = self._time_rounds(step, timer, mode, finite, planned.rounds if planned else PILOT_ROUNDS)
-        if planned is None:
-            samples = self.run.samples_of(name, mode)
-            # Of a pilot that an earlier process finished the replays alone are known.
-            each = statistics.median(seconds) if seconds else samples.groupby("round")["us"].sum().median() / 1e6
-            planned = plan_rounds(round_ratios(samples, AGAIN), each, self.plan.margin, self.plan.budget)
-            self.run.case_facts(name, **{key: planned.as_dict()})
-            self._tick(name, mode, PILOT_ROUNDS, planned.rounds, str(planned))
             self._time_rounds(step, timer, mode, finite, planned.rounds)
+            return planned
+        seconds = self._time_rounds(step, timer, mode, finite, PILOT_ROUNDS)
+        if not seconds:
+            # How long the rounds of an earlier process took is not known; one more tells it.
+            known = len(self.run.finished_rounds(name, mode))
+            seconds = self._time_rounds(step, timer, mode, finite, known + 1)
+        aa = round_ratios(self.run.samples_of(name, mode), AGAIN)
+        planned = plan_rounds(aa, statistics.median(seconds), self.plan.margin, self.plan.budget)
+        self.run.case_facts(name, **{key: planned.as_dict()})
+        self._tick(name, mode, len(aa), planned.rounds, str(planned))
+        self._time_rounds(step, timer, mode, finite, planned.rounds)
         return planned
 
     def _time_rounds(self, step: Step, timer: Timer, mode: str, finite: dict[str, bool], rounds: int) -> list[float]:
@@ -305,15 +329,17 @@ class Study:
             if index not in done:
                 begin = time.perf_counter()
                 rows, readings = measure_round(step, timer, self.plan, mode, index, self._telemetry, finite)
+                if bad := sorted(arm for arm, fine in finite.items() if not fine):
+                    self.run.case_facts(name, **{f"nonfinite_{mode}": bad})
                 self.run.add_round(name, mode, index, rows)
                 self.run.add_telemetry({"case": name, "mode": mode, "round": index, **each} for each in readings)
                 seconds.append(time.perf_counter() - begin)
             self._tick(name, mode, index + 1, rounds)
         return seconds
 
-    def _tick(self, case: str, mode: str, done: int, rounds: int, note: str = "") -> None:
+    def _tick(self, case: str, mode: str, done: int, rounds: int, note: str = "", decided: bool = False) -> None:
         if self._progress is not None:
-            self._progress(Tick(case, mode, done, rounds, self._index, self._of, note))
+            self._progress(Tick(case, mode, done, rounds, self._index, self._of, note, decided))
 
 
 def told(verdict: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvlab.kernel_gaps import kernel_gap_table
+from kvlab.pilot import RoundPlan
 
 # Kernels that are printed one by one, the largest gaps first.
 _KERNELS = 12
@@ -33,7 +34,7 @@ def verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
     ]
     lines = [pd.DataFrame(rows).to_string(index=False)]
     for v in verdicts:
-        lines += [f"  {v['case']}, {v['mode']}: {told}" for told in (*v["reasons"], *_clocks(v))]
+        lines += [f"  {v['case']}, {v['mode']}: {told}" for told in (*_planned(v), *v["reasons"], *_clocks(v))]
     return "\n".join(lines)
 
 
@@ -72,6 +73,12 @@ def explanation(verdict: dict[str, Any], kernels: pd.DataFrame) -> str:
         closes = "" if profile["closes"] else ", which does not close: the rest is shown"
         lines.append(f"  under {name} the kernels add up to {profile['closure']:.1%} of the timed step{closes}")
     return "\n".join(lines)
+
+
+def _planned(verdict: dict[str, Any]) -> list[str]:
+    """How many rounds a pilot decided on, and why."""
+    plan = verdict.get("plan") or {"limit": "given"}
+    return [] if plan["limit"] == "given" else [str(RoundPlan(**plan))]
 
 
 def _clocks(verdict: dict[str, Any]) -> list[str]:

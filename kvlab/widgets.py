@@ -8,17 +8,19 @@ the run on disk, so an interrupted or restarted kernel loses nothing that was me
 from __future__ import annotations
 
 import atexit
+import contextlib
 import html
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ipywidgets as w
 from matplotlib.figure import Figure
+from traitlets import TraitError
 
-from kvlab import background, dashboard
+from kvlab import background, dashboard, unfinished
 from kvlab.engines.load import ENGINES
 from kvlab.engines.presets import list_models
 from kvlab.errors import KvlabError, RunError
@@ -30,7 +32,6 @@ from kvlab.plots import plot_compare
 from kvlab.run import Run, open_run
 
 _POLL, _REDRAW = 0.3, 2.5  # seconds; drawing takes a core that the embedded engine could use
-_OTHER = "other, named below"
 _LABEL = "104px"
 _GRID = {"grid_template_columns": "repeat(auto-fill, minmax(290px, 1fr))", "width": "98%"}
 _WRAP = {"flex_flow": "row wrap", "width": "98%"}
@@ -58,13 +59,15 @@ class Lab:
         self.run: Run | None = None
         self._figure: Figure | None = None
         self._job: background.Job | None = None
-        self._asked: tuple[dict[str, Any], Path] | None = None
-        self._unfinished = False
+        self._asked: dict[str, Any] = {}
         self._lock = threading.RLock()
         self.box = w.VBox([*self._settings(), *self._earlier(), *self._results()])
         self._engine_chosen()
         self.refresh()
         atexit.register(self.close)
+        if left := unfinished.last_left(self.runs):
+            self.fill_in(left.settings)
+            self.status.value = html.escape(f"{left.folder.name} is not finished: Start goes on with it.")
         before, Lab._latest = Lab._latest, self
         if before is not None and before._job is not None:
             self._asked, job, before._job = before._asked, before._job, None
@@ -83,7 +86,9 @@ class Lab:
         self.contexts = _field(w.Text, "Contexts", "tokens of KV; 8k is 8,192", value="1k, 4k")
         self.batch = _field(w.Text, "Batch", "requests of a step", value="8")
         self.topk = _field(w.Text, "Top-k", "tokens that sparse attention chooses", placeholder="the model's own")
-        self.zeros = _field(w.Text, "Zero fractions", "shares of zero tokens, an arm each", placeholder="0.25, 0.5")
+        self.zero_fractions = _field(
+            w.Text, "Zero fractions", "shares of zero tokens, an arm each", placeholder="0.25, 0.5"
+        )
         self.arms = _field(w.Text, "Arms", "contents that are compared with zeros", value="random")
         self.margin = _field(w.FloatText, "Margin, %", "of equivalence; declared before the run", value=3.0, step=0.5)
         modes = "isolated: each replay alone; sustained: back to back"
@@ -98,8 +103,7 @@ class Lab:
         self.cancel_button = self._button("Cancel", "stop", self.cancel, "finished rounds are kept")
         self.start_button.button_style, self.cancel_button.disabled = "primary", True
         self.progress = w.IntProgress(0, 0, 1, layout=w.Layout(flex="1 1 200px"))
-        fields = [self.engine, self.model, self.options, self.contexts, self.batch, self.topk, self.arms, self.zeros]
-        fields += [self.margin, self.mode, self.rounds, self.other]
+        fields = [getattr(self, name) for name in dashboard.FIELDS]
         begin = w.HBox([self.start_button, self.cancel_button, self.progress], layout=w.Layout(**_WRAP))
         self.status = w.HTML("Nothing measured yet: press Start, or open an earlier run.")
         self.message = w.HTML()
@@ -118,46 +122,40 @@ class Lab:
         self.live, self.note, self.table, self.saved = (w.HTML() for _ in range(4))
         self.figure = _field(w.Dropdown, "Figure", "what is drawn of the run", options=[*dashboard.FIGURES])
         self.case = _field(w.Dropdown, "Case", "of the figures that show one case")
+        self.case.layout.display = "none"
         self.image = w.Image(format="png", layout=w.Layout(display="none", max_width="98%", object_fit="contain"))
         self.path = _field(w.Text, "Save to", "the ending says the format: .png, .pdf, .svg", value="figure.png")
         self.save_button = self._button("Save figure", "save", self.save, "the figure above, as a file")
         for choice in (self.figure, self.case):
-            choice.observe(lambda _: self._show(self.run), "value")
+            choice.observe(lambda _: self._guarded(lambda: self._show(self.run)), "value")
         choose = w.GridBox([self.figure, self.case], layout=w.Layout(**_GRID))
         save = w.GridBox([self.path, self.save_button], layout=w.Layout(**_GRID))
         return [self.live, choose, self.note, self.image, save, self.saved, self.table]
 
-    def spec(self) -> dict[str, Any]:
-        """The settings as `kvlab.background` takes them.
+    def settings(self) -> dict[str, Any]:
+        """What the fields say, by their names."""
+        said = {name: getattr(self, name).value for name in dashboard.FIELDS}
+        return {**said, "phases": [name for name, box in self.phases.items() if box.value]}
 
-        Raises:
-            StudyError: for one that cannot be read; what is out of range the child says.
-        """
-        return dashboard.make_spec(
-            engine=self.engine.value,
-            model=self.other.value if self.model.value == _OTHER else self.model.value,
-            phases=[name for name, box in self.phases.items() if box.value],
-            contexts=self.contexts.value,
-            batch=self.batch.value,
-            topk=self.topk.value,
-            zero_fractions=self.zeros.value,
-            arms=self.arms.value,
-            margin=self.margin.value / 100,
-            mode=self.mode.value,
-            rounds=self.rounds.value,
-            options=self.options.value,
-        )
+    def fill_in(self, settings: Mapping[str, Any]) -> None:
+        """Set the fields; what one cannot take any more is left as it is."""
+        for name, value in settings.items():
+            with contextlib.suppress(TraitError):
+                if name == "phases":
+                    for phase, box in self.phases.items():
+                        box.value = phase in value
+                elif name in dashboard.FIELDS:
+                    getattr(self, name).value = value
 
     def start(self) -> None:
-        """Measure with the settings. After a cancel or a failure the same settings go on with the same run."""
+        """Measure with the settings. Unless they are done, the same settings go on with the same run."""
         if self._job is not None:
             raise RunError("a measurement is under way; cancel it first: two at once would disturb each other")
-        spec = self.spec()
-        if not (self._unfinished and self._asked and spec == self._asked[0]):
-            name = f"{Path(spec['model']).name}-{spec['engine']}-{time.strftime('%Y%m%d-%H%M%S')}"
-            self._asked = (spec, self.runs / name)
-            self._show(None)
-        self._watch(background.start(*self._asked))
+        settings = self.settings()
+        self._asked = dashboard.make_spec(**settings)
+        place = unfinished.begin(self.runs, self._asked, settings)
+        self._show(None)
+        self._watch(background.start(self._asked, place))
 
     def cancel(self) -> None:
         """End the measurement after the round that is under way; finished rounds are kept."""
@@ -196,7 +194,7 @@ class Lab:
         self.box.close()
 
     def _watch(self, job: background.Job) -> None:
-        self._job, self._unfinished = job, True
+        self._job = job
         self.message.value = self.saved.value = ""
         self.progress.value, self.progress.max, self.progress.bar_style = 0, 1, ""
         self.start_button.disabled, self.cancel_button.disabled = True, False
@@ -215,7 +213,8 @@ class Lab:
                         drawn = time.monotonic()
                 seen = state
                 time.sleep(_POLL)
-            self._unfinished = seen is None or seen.stage != "done"
+            if seen is not None and seen.stage == "done":
+                unfinished.finish(self.runs, self._asked)
         except Exception as error:  # a thread's traceback would land in any cell
             self._say(error)
         finally:
@@ -249,7 +248,7 @@ class Lab:
                 try:
                     self._figure = self._drawn(run, beside)
                     self.image.value = png_bytes(self._figure)
-                except RunError as error:
+                except KvlabError as error:
                     note = html.escape(str(error))
             self.note.value, self.live.value, self.table.value, self.saved.value = note, live, table, ""
             self.image.layout.display = "none" if self._figure is None else ""
@@ -268,11 +267,11 @@ class Lab:
 
     def _engine_chosen(self, _: Any = None) -> None:
         names = [row["model"] for row in list_models() if row["engine"] == self.engine.value]
-        self.model.options = [*names, *([_OTHER] if self.engine.value == "vllm" else [])]
-        self.model.value = "tiny-dsa" if "tiny-dsa" in names else names[0] if names else _OTHER
+        self.model.options = [*names, *([dashboard.OTHER] if self.engine.value == "vllm" else [])]
+        self.model.value = "tiny-dsa" if "tiny-dsa" in names else names[0] if names else dashboard.OTHER
 
     def _model_chosen(self, _: Any = None) -> None:
-        self.other.layout.display = "" if self.model.value == _OTHER else "none"
+        self.other.layout.display = "" if self.model.value == dashboard.OTHER else "none"
 
     def _button(self, name: str, icon: str, do: Callable[[], None], tooltip: str) -> w.Button:
         button = w.Button(description=name, icon=icon, tooltip=tooltip, layout=w.Layout(width="112px"))

@@ -39,9 +39,7 @@ def test_loads_are_counted_under_each_arm_and_compared_with_zeros(routed, follow
     assert found.facts["expert_loads"]["zeros"] == {"moe": [2, 2]}
 
 
-def test_routing_that_moves_is_a_fault_if_balanced_and_said_if_real(
-    routed, simulated_clock, tmp_path
-):
+def test_routing_that_moves_is_a_fault_if_balanced_and_said_if_real(routed, simulated_clock, tmp_path):
     simulated_clock(lambda step: 100.0)
     routed.follows = True
     balanced = check(routed, ["d=4*1@40"], rounds=6, out=tmp_path / "balanced").verdict_of("d", "isolated")

@@ -207,7 +207,11 @@ def test_slow_clocks_are_flagged_by_the_highest_seen(hand_engine, simulated_cloc
     assert run.verdict_of("d", "isolated")["flagged"] == pytest.approx(1 / 3)
     beside = run.telemetry
     assert len(beside) == 8 * 3  # a row a round and arm
-    assert beside.groupby("arm")["sm_mhz"].unique().to_dict() == {"random": [1400], "zeros": [1980], "zeros_again": [1980]}
+    assert beside.groupby("arm")["sm_mhz"].unique().to_dict() == {
+        "random": [1400],
+        "zeros": [1980],
+        "zeros_again": [1980],
+    }
     assert beside["readings"].ge(2).all()
 
 

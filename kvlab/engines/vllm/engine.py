@@ -238,6 +238,7 @@ def load_vllm(
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
 
+    name = Path(model).name if Path(model).is_dir() else model
     # A GPU's pool is its memory, as in serving; a CPU's would be whole GiB that nothing uses.
     by_cases = flavour.device == "cpu" and cases and num_kv_blocks is None
     try:
@@ -248,12 +249,14 @@ def load_vllm(
         with sized_by(cases) if by_cases else nullcontext():
             llm = LLM.from_engine_args(args) if hasattr(LLM, "from_engine_args") else LLM(**wanted)
     except Exception as error:  # vLLM raises whatever its parts raise
-        failure = load_failure(model, error, wanted)
+        failure = load_failure(name, error, wanted)
         # The frames that raised hold what was loaded so far.
-        traceback.clear_frames(error.__traceback__)
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         _clean_up()
         raise failure from error
-    name = str(Path(model).name) if Path(model).is_dir() else model
     try:
         return VllmEngine(llm, name, flavour, wanted, routing)
     except KvlabError:
