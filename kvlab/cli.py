@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser(commands).parse_args(argv)
     args.begin = begin
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except KvlabError as error:
         print(f"kvlab: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
-    except BrokenPipeError:
-        # Whoever read the output has seen enough; the interpreter's own flush must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return CLOSED
         print(f"kvlab: {error.filename or 'file'}: {error.strerror or error}; what was stored is kept", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -55,6 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = f"; finished rounds are kept in {args.out}, the same command resumes" if resumes else ""
         print(f"kvlab: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has seen enough; the interpreter's last flush then keeps quiet."""
+    try:
+        file = sys.stdout.fileno()
+    except OSError:
+        return False
+    poll = select.poll()
+    poll.register(file, 0)
+    closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+    return closed
 
 
 @contextmanager

@@ -25,7 +25,10 @@ from kvlab.run import Run
 from kvlab.texts import fractions, token_counts
 
 # Of the dashboard, as they are shown; the engine goes before the model, whose choices it decides on.
-FIELDS = tuple("engine model other options contexts batch topk zero_fractions arms margin mode rounds".split())
+FIELDS = (
+    *("engine", "model", "other", "options", "contexts", "batch"),
+    *("topk", "zero_fractions", "arms", "margin", "mode", "rounds"),
+)
 OTHER = "other, named below"
 _MARKS = (FILE, RECORD)
 _NUMBERS = ("margin", "gap", "ci90_lo", "ci90_hi", "aa_gap", "aa_ci90_lo", "aa_ci90_hi")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from kvlab.errors import StudyError
 from kvlab.kv.fills import Fill, Random
 from kvlab.plan import DEFAULT_BUDGET, Arm, Plan
 from kvlab.run import Run
-from kvlab.study import Progress, Study
+from kvlab.study import Study
+from kvlab.ticks import Progress
 
 PHASES = ("decode", "verify", "prefill", "chunk", "hit")
 # Query tokens of a hit or a chunk over all requests, as much as schedulers give a step by default.
@@ -55,6 +57,12 @@ class Grid:
         for name in ("contexts", "phases", "batch"):
             if not getattr(self, name):
                 raise StudyError(f"sweep: {name} is empty; give at least one")
+        for name, kind, what in (
+            *((name, numbers.Integral, "a whole number") for name in ("contexts", "batch", "topk")),
+            ("zero_fractions", numbers.Real, "a number"),
+        ):
+            if other := [value for value in getattr(self, name) if not isinstance(value, kind)]:
+                raise StudyError(f"sweep: {name} has {other[0]!r}, which is not {what}")
         for name in ("contexts", "phases", "batch", "topk", "zero_fractions"):
             values = getattr(self, name)
             if len(set(values)) < len(values):
@@ -140,7 +148,9 @@ def sweep(
         KvlabError: for bad input, before anything is measured. A case that does not fit gets the verdict `invalid`,
             and the others go on.
     """
-    grid = Grid(tuple(contexts), tuple(phases), tuple(batch), query, tuple(topk or ()), tuple(zero_fractions))
+    if not isinstance(engine, Engine) and not callable(engine):
+        raise StudyError(f"sweep: engine is {engine!r}; pass kvlab.load_engine's, or a function topk -> Engine")
+    grid = Grid(_axis(contexts), _axis(phases), _axis(batch), query, _axis(topk or ()), _axis(zero_fractions))
     if grid.topk and isinstance(engine, Engine):
         raise StudyError("sweep: a loaded engine has one top-k; pass a function topk -> Engine to sweep over it")
     plan = Plan.of(
@@ -168,6 +178,11 @@ def sweep(
                     study.check_case(loaded, case)
     assert study is not None
     return study.run
+
+
+def _axis(values: Any) -> tuple[Any, ...]:
+    """One value alone is an axis of one."""
+    return (values,) if isinstance(values, str | numbers.Number) else tuple(values)
 
 
 @contextmanager

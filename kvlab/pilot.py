@@ -57,7 +57,7 @@ class RoundPlan:
     def __str__(self) -> str:
         if self.limit == "given":
             return f"{self.rounds} rounds, as given"
-        allowed = "the pilot alone, as the budget allows no more" if self.rounds <= PILOT_ROUNDS else "all in the budget"
+        allowed = "the pilot alone, as the budget has no more" if self.rounds <= PILOT_ROUNDS else "all in the budget"
         why = {
             "power": "for 80 % power at the margin",
             "precision": f"for an interval of +-{_PRECISION:.0%} of the margin",

@@ -73,6 +73,9 @@ class Plan:
             raise StudyError(f"arm {sorted(repeated)[0]!r} is given twice; name each arm once")
         if not self.compared:
             raise StudyError(f"arms {', '.join(names)}: nothing to compare with {BASELINE}; add --arm random")
+        for name in ("margin", "budget"):
+            if not isinstance(getattr(self, name), numbers.Real):
+                raise StudyError(f"{name} is {getattr(self, name)!r}; give a number")
         if not 0 < self.margin < 1:
             raise StudyError(f"margin {self.margin} is out of range; give a fraction in (0, 1), e.g. 0.03")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
@@ -85,7 +88,7 @@ class Plan:
                 continue
             if not isinstance(value, numbers.Integral) or isinstance(value, bool):
                 raise StudyError(f"{name} is {value!r}; give a whole number of {least} or more")
-            if not least <= value < _TOO_LARGE:
+            if not least <= int(value) < _TOO_LARGE:
                 raise StudyError(f"{name} is {value}; give {least} or more, under 2^31")
 
     @classmethod

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from kvlab.study import Tick
+from kvlab.ticks import Tick
 
 
 class Bar:

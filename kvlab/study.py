@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvlab.cases import Case, parse_case
 from kvlab.engines.base import Engine, Step
-from kvlab.errors import CapacityError, CaseError, EngineError
+from kvlab.errors import CapacityError, CaseError, EngineError, StudyError
 from kvlab.estimates import round_ratios
 from kvlab.examination import Examination, captured, examine
 from kvlab.explain import explain
@@ -29,35 +29,11 @@ from kvlab.plan import AGAIN, BOTH, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
 from kvlab.provenance import identity, machine
 from kvlab.rounds import measure_round
 from kvlab.run import Run
+from kvlab.ticks import Progress, Tick, told
 from kvlab.verdict import case_verdict, failed_verdict, verdict_head
 
 # Seconds of replays before the first round.
 _WARM_UP = 0.5
-
-
-@dataclass(frozen=True)
-class Tick:
-    """How far a check has come.
-
-    Attributes:
-        case, mode: what is being measured.
-        done, rounds: of this case and mode; `rounds` grows once the pilot has decided.
-        index, of: the case and mode among all of them, from 0.
-        note: a sentence when there is something to say: the plan of rounds, or a verdict.
-        decided: the note is the verdict, which ends the case and mode.
-    """
-
-    case: str
-    mode: str
-    done: int
-    rounds: int
-    index: int
-    of: int
-    note: str = ""
-    decided: bool = False
-
-
-Progress = Callable[[Tick], None]
 
 
 def check(
@@ -100,6 +76,8 @@ def check(
         KvlabError: for bad input, before anything is measured. A case that fails later gets the verdict `invalid`.
         KeyboardInterrupt: as it comes; finished rounds are kept.
     """
+    if not isinstance(engine, Engine):
+        raise StudyError(f"check: engine is {engine!r}; pass kvlab.load_engine's")
     plan = Plan.of(
         arms,
         margin=margin,
@@ -340,9 +318,3 @@ class Study:
     def _tick(self, case: str, mode: str, done: int, rounds: int, note: str = "", decided: bool = False) -> None:
         if self._progress is not None:
             self._progress(Tick(case, mode, done, rounds, self._index, self._of, note, decided))
-
-
-def told(verdict: Mapping[str, Any]) -> str:
-    """A verdict in a few words."""
-    gap = "" if verdict.get("gap") is None else f", gap {verdict['gap']:+.2%}"
-    return f"{verdict['verdict']}{gap}"

@@ -16,7 +16,7 @@ query = 16  # tokens that a hit or a chunk computes a request; None: 2,048 over 
 arms = ["random"]
 margin = 0.03  # declared before anything is measured
 mode = "isolated"  # "sustained", or "both", as clocks under a lone step and under load differ
-rounds = 10  # None: a pilot of each case decides
+rounds = 8  # None: a pilot of each case decides
 smoke = False  # one context, 6 rounds
 
 # %%

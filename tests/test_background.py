@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -43,6 +45,7 @@ def test_a_job_measures_and_says_so(tmp_path):
     state = job.wait(120)
     assert state.stage == "done", state
     assert state.done == state.total == 6
+    assert len(state.verdicts) == 1
     assert state.verdicts[0].startswith("decode: ")
     assert len(open_run(job.out).verdicts) == 1
 
@@ -96,6 +99,34 @@ def test_a_child_ends_with_its_job_and_the_files_with_it(tmp_path):
     gc.collect()
     assert not is_alive(pid)
     assert not files.exists()
+
+
+def test_what_it_came_to_is_said_after_its_files_are_gone(tmp_path):
+    job = start(CHECK, tmp_path / "run")
+    state = job.wait(120)
+    job.close()
+    assert state.stage == "done"
+    assert job.state() == state
+    ended = start(LONG, tmp_path / "long")
+    ended.close()
+    ended.close()
+    assert ended.state().stage == "cancelled"
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path):
+    code = (
+        f"import sys, json; from kvlab.background import start; job = start({LONG!r}, sys.argv[1]);"
+        "print(job._process.pid, job._files, flush=True); job.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    pid, files = parent.stdout.readline().split()
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 60
+    while is_alive(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(int(pid))
+    assert not os.path.exists(files)
 
 
 @pytest.mark.parametrize("spec", [{}, {"command": "dance", "model": "tiny-dense"}, {**CHECK, "arms": [object()]}])

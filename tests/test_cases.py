@@ -348,3 +348,10 @@ def test_the_claims_cases_fit_the_model_and_each_other(longest):
             "decode100000=2*1@100000",
             "hit100000=2048@100000",
         ]
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_a_model_too_short_for_the_claim_is_one_line(longest):
+    with pytest.raises(CaseError, match="claim's cases take contexts of 4 tokens") as error:
+        claim_cases(longest)
+    assert "\n" not in str(error.value)

@@ -1,7 +1,10 @@
 """The command line: exit status, one-line errors, JSON, tables."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -88,6 +91,11 @@ BAD = [
     (["check", "qwen9", "--engine", "vllm", "--case", "a=1@4"], "no preset and no hub name"),
     (["check", "qwen3-tiny", "--engine", "vllm", "--hf-overrides", "[1]", "--case", "a=1@4"], "no JSON object"),
     (["verify", "tiny-dense", "--case", "a=1@4:2"], "D=2"),
+    (["views", "tiny-dense", "--case", "a=1@4", "--seed", "-1"], "'-1' is no whole number"),
+    (["verify", "tiny-dense", "--case", "a=1@4", "--seed", str(2**31)], "is no whole number"),
+    (["views", "tiny-dense", "--case", "a=1@4", "--case", "a=1@5"], "two cases are named 'a'"),
+    (["check", "tiny-dense", "--case", "a=1@4", "--budget", "inf"], "budget is inf"),
+    (["sweep", "tiny-dense", "--zero-fraction", "0.5,0.5"], "twice"),
     (["views", "tiny-dense", "--case", "=1@4"], "no name"),
     (["check"], "MODEL"),
     (["nothing"], "nothing"),
@@ -145,6 +153,24 @@ def test_interruption_says_what_is_kept_and_how_to_go_on(capsys, monkeypatch, tm
     assert json.loads(out)["rounds"] == 6
 
 
+def test_a_sweep_shows_what_was_asked_of_it_alone(capsys, tmp_path):
+    grid = ["--phase", "decode", "--batch", "1"]
+    argv = ["sweep", "tiny-dense", *CHECK, *grid, "--json", "--out", str(tmp_path / "run")]
+    for context in ("32", "64"):  # two grids of one study, in one folder; the arms of the design's example
+        _, out, _ = run(capsys, *argv, "--contexts", context, "--zero-fraction", "0,0.5,1")
+        (verdict,) = map(json.loads, out.splitlines())
+        assert verdict["case"] == f"decode-b1-k{context}"
+        assert list(verdict["arms"]) == ["random", "random(zero_fraction=0.5)"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "kvlab.cli", "models"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-swa", "tiny-mla", "tiny-dsa", "tiny-hybrid"])
 def test_verify_passes_for_every_family(capsys, model):
     cases = ["--case", "mix=2*1@70,9,8@40,6@30c,3@50:2"]
@@ -198,10 +224,6 @@ def test_models_and_doctor(capsys):
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_no_terminal_encoding_costs_the_output(tmp_path, locale):
-    import os
-    import subprocess
-    import sys
-
     argv = ["check", "tiny-dense", *CHECK, "--case", "a=1@64", "--out", str(tmp_path / "run")]
     done = subprocess.run(
         [sys.executable, "-m", "kvlab.cli", *argv],

@@ -10,6 +10,7 @@ import kvlab
 from kvlab.cases import parse_case
 from kvlab.errors import RunError, StudyError
 from kvlab.grid import PHASES, Grid, sweep
+from kvlab.plan import Plan
 from kvlab.run import open_run
 
 
@@ -45,6 +46,9 @@ def test_every_point_of_the_grid_is_a_case_that_says_what_it_is(contexts, phases
         ({"phases": ("decode", "train")}, "phase 'train' is unknown"),
         ({"batch": (0,)}, "batch has 0"),
         ({"topk": (0,)}, "topk has 0"),
+        ({"contexts": ("64",)}, "contexts has '64', which is not a whole number"),
+        ({"batch": (1.5,)}, "batch has 1.5"),
+        ({"zero_fractions": ("0.5",)}, "zero_fractions has '0.5'"),
         ({"query": 1}, "query is 1"),
         ({"zero_fractions": (0.5, 1.5)}, "zero fraction 1.5 is out of range"),
     ],
@@ -67,6 +71,13 @@ def test_a_sweep_is_one_run_with_its_axes(hand_engine, simulated_clock, tmp_path
         (phase, context, 2) for phase in ("decode", "hit") for context in (32, 64)
     }
     assert gaps["gap"].eq(0).all()
+
+
+def test_one_value_alone_is_an_axis_of_one(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(lambda step: 100.0)
+    run = sweep(hand_engine, contexts=64, phases="decode", batch=2, zero_fractions=0.5, rounds=6, out=tmp_path / "run")
+    assert list(run.gaps["arm"]) == ["random", "random(zero_fraction=0.5)"]
+    assert list(run.cases["case"]) == ["decode-b2-k64"]
 
 
 @pytest.mark.parametrize("cut", [1, 17, 18, 19, 40, 71])
@@ -115,12 +126,30 @@ def test_each_topk_is_a_load_and_a_finished_one_is_none(make_hand_engine, simula
 
 
 def test_an_engine_has_one_topk_and_a_run_one_study(hand_engine, simulated_clock, tmp_path):
+    with pytest.raises(StudyError, match="engine is 'tiny-dense'; pass"):
+        sweep("tiny-dense", **GRID, out=tmp_path / "run")
     with pytest.raises(StudyError, match="pass a function"):
         sweep(hand_engine, **GRID, topk=(16,), out=tmp_path / "run")
     simulated_clock(lambda step: 100.0)
     sweep(hand_engine, **GRID, out=tmp_path / "run").close()
     with pytest.raises(RunError, match="margin"):
         sweep(hand_engine, **GRID, margin=0.01, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("arms", ["random", ["random"], [" random( ) "], ["random(zero_fraction=0)"], [], ["constant"]])
+def test_an_arm_and_a_zero_fraction_that_are_one_take_part_once(arms):
+    plan = Plan.of(Grid((64,), zero_fractions=(0, 0.5, 1)).arms(arms))
+    names = [arm.name for arm in plan.compared]
+    assert names.count("random") == names.count("random(zero_fraction=0.5)") == 1
+    assert len(names) == 3 if "constant" in arms else 2
+
+
+def test_a_context_that_the_model_does_not_take_costs_no_other_case(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(lambda step: 100.0)
+    contexts = (64, hand_engine.max_model_len + 1, 40 * 1024)
+    run = sweep(hand_engine, contexts=contexts, phases=("decode",), batch=(1,), rounds=6, out=tmp_path / "run")
+    assert list(run.verdicts["verdict"]) == ["equivalent", "invalid", "invalid"]
+    assert "the model takes" in run.verdict_of(f"decode-b1-k{contexts[1]}", "isolated")["reasons"][0]
 
 
 def test_importing_the_module_leaves_the_name_a_function():

@@ -3,7 +3,7 @@
 import pytest
 
 from kvlab.progress import Bar
-from kvlab.study import Tick
+from kvlab.ticks import Tick
 
 
 @pytest.mark.parametrize("rounds", [(8, 8), (8, 20, 3), (6,)])

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import time
 
 import numpy as np
 import pytest
 
 from kvlab.errors import CapacityError, CaseError, FillError, RunError, StudyError
+from kvlab.kv.fills import parse_fill
 from kvlab.pilot import PILOT_ROUNDS
 from kvlab.run import open_run
 from kvlab.study import check
@@ -140,6 +142,12 @@ def test_bad_input_is_refused_before_anything_is_measured(hand_engine, tmp_path)
         ({"cases": ["a=1@4"], "margin": 0}, StudyError, "margin"),
         ({"cases": ["a=1@4"], "mode": "busy"}, StudyError, "isolated, sustained or both"),
         ({"cases": ["a=1@4"], "rounds": 0}, StudyError, "rounds is 0"),
+        ({"cases": ["a=1@4"], "margin": "3%"}, StudyError, "margin is '3%'; give a number"),
+        ({"cases": ["a=1@4"], "rounds": 2.5}, StudyError, "rounds is 2.5; give a whole number"),
+        ({"cases": ["a=1@4"], "replays": None}, StudyError, "replays is None"),
+        ({"cases": ["a=1@4"], "budget": float("inf")}, StudyError, "budget is inf"),
+        ({"cases": ["a=1@4"], "budget": float("nan")}, StudyError, "budget is nan"),
+        ({"cases": ["a=1@4"], "seed": 2**80}, StudyError, r"under 2\^31"),
     ]
     for kwargs, error, match in bad:
         with pytest.raises(error, match=match) as caught:
@@ -282,6 +290,97 @@ def test_the_budget_bounds_the_rounds_and_is_said(hand_engine, simulated_clock, 
     assert plan["wanted"] > PILOT_ROUNDS
 
 
+def test_a_larger_budget_adds_rounds_and_a_smaller_one_takes_none(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady(noise=0.01))
+    check(hand_engine, CASES[:1], budget=1e-6, out=tmp_path / "run").close()
+    run = check(hand_engine, CASES[:1], budget=1e6, out=tmp_path / "run")
+    verdict = run.verdict_of("decode", "isolated")
+    assert verdict["plan"]["limit"] != "budget"
+    assert verdict["rounds"] == verdict["plan"]["rounds"] > PILOT_ROUNDS
+    run.close()
+    simulated_clock(lambda step: pytest.fail("measured again"))
+    run = check(hand_engine, CASES[:1], budget=1e-6, out=tmp_path / "run")
+    assert run.verdict_of("decode", "isolated") == verdict
+
+
+@pytest.mark.parametrize("mode", ["isolated", "sustained"])
+def test_a_pilot_over_earlier_rounds_times_one_to_keep_to_the_budget(hand_engine, simulated_clock, tmp_path, mode):
+    draw = steady(noise=0.05)
+
+    def slow_beside_its_replays(step):
+        time.sleep(1e-3)
+        return draw(step)
+
+    simulated_clock(slow_beside_its_replays)
+    options = {"mode": mode, "replays": 2, "out": tmp_path / "run"}
+    check(hand_engine, CASES[:1], rounds=PILOT_ROUNDS + 2, **options).close()
+    plan = check(hand_engine, CASES[:1], budget=0.5, **options).verdict_of("decode", mode)["plan"]
+    assert plan["seconds_per_round"] > 6e-3  # the replays alone say 0.6 ms
+    assert plan["rounds"] == max(PILOT_ROUNDS + 3, int(0.5 / plan["seconds_per_round"])) < plan["wanted"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_rounds_that_were_added_come_to_a_verdict_wherever_it_was_cut(
+    hand_engine, simulated_clock, tmp_path, monkeypatch, last
+):
+    simulated_clock(steady())
+    check(hand_engine, CASES[:1], rounds=6, out=tmp_path / "run").close()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvlab.study.case_verdict" if last else "kvlab.study.measure_round", stop)
+        with pytest.raises(KeyboardInterrupt):
+            check(hand_engine, CASES[:1], rounds=9, out=tmp_path / "run")
+    run = check(hand_engine, CASES[:1], rounds=9, out=tmp_path / "run")
+    assert run.verdict_of("decode", "isolated")["rounds"] == 9
+
+
+def test_an_output_that_was_not_finite_is_remembered_over_an_interruption(
+    hand_engine, simulated_clock, tmp_path, monkeypatch
+):
+    from kvlab.rounds import measure_round
+
+    def bad_then_stop(step, timer, plan, mode, index, telemetry, finite):
+        if index == 3:
+            raise KeyboardInterrupt
+        found = measure_round(step, timer, plan, mode, index, telemetry, finite)
+        finite["random"] = False
+        return found
+
+    simulated_clock(steady())
+    with monkeypatch.context() as patch:
+        patch.setattr("kvlab.study.measure_round", bad_then_stop)
+        with pytest.raises(KeyboardInterrupt):
+            check(hand_engine, CASES[:1], rounds=8, out=tmp_path / "run")
+    verdict = check(hand_engine, CASES[:1], rounds=8, out=tmp_path / "run").verdict_of("decode", "isolated")
+    assert verdict["verdict"] == "invalid"
+    assert verdict["finite"] == {"zeros": True, "zeros_again": True, "random": False}
+
+
+def test_a_cause_that_cannot_be_found_leaves_the_verdict(hand_engine, simulated_clock, tmp_path, monkeypatch):
+    from kvlab.errors import EngineError
+
+    def fails(*_):
+        raise EngineError("the profiler saw no kernels")
+
+    simulated_clock(steady())
+    monkeypatch.setattr("kvlab.study.explain", fails)
+    verdict = check(hand_engine, CASES[:1], rounds=8, explain=True, out=tmp_path / "run").verdict_of(
+        "decode", "isolated"
+    )
+    assert (verdict["verdict"], verdict["rounds"]) == ("equivalent", 8)
+    assert "the profiler saw no kernels" in verdict["reasons"][-1]
+    assert "cause" not in verdict
+
+
+def test_one_case_and_one_arm_need_no_list(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady())
+    run = check(hand_engine, "d=1@40", arms="constant", rounds=6, out=tmp_path / "run")
+    assert list(run.gaps["arm"]) == [str(parse_fill("constant"))]
+
+
 def test_more_rounds_and_another_mode_go_on_with_the_same_run(hand_engine, simulated_clock, tmp_path):
     simulated_clock(steady())
     check(hand_engine, CASES[:1], rounds=6, out=tmp_path / "run").close()
@@ -301,11 +400,20 @@ def test_ticks_count_every_case_and_mode_to_the_end(hand_engine, simulated_clock
             assert {tick.of for tick in ticks} == {2}
             assert [tick.index for tick in ticks] == sorted(tick.index for tick in ticks)
             assert {(tick.case, tick.done) for tick in ticks} >= {("decode", 7), ("hit", 7)}
+            assert [tick.case for tick in ticks if tick.decided] == ["decode", "hit"]
     assert not ticks
 
 
-def test_a_cpu_measures_one_of_both_modes(hand_engine, simulated_clock, tmp_path):
+def test_a_plan_is_told_before_the_verdict_and_is_none(hand_engine, simulated_clock, tmp_path):
+    simulated_clock(steady(noise=0.2))
+    ticks = []
+    check(hand_engine, CASES[:1], budget=1e-6, out=tmp_path / "run", progress=ticks.append)
+    assert [tick.decided for tick in ticks if tick.note] == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["both", "sustained"])
+def test_a_cpu_measures_one_of_both_modes_and_says_so(hand_engine, simulated_clock, tmp_path, mode):
     simulated_clock(steady())
-    assert list(check(hand_engine, CASES[:1], rounds=6, mode="both", out=tmp_path / "run").verdicts["mode"]) == [
-        "isolated"
-    ]
+    run = check(hand_engine, CASES[:1], rounds=6, mode=mode, out=tmp_path / "run")
+    assert list(run.verdicts["mode"]) == ["isolated" if mode == "both" else mode]
+    assert f"mode {mode}: a CPU has no launch queue" in run.provenance["notes"][0]

@@ -16,6 +16,8 @@ from kvlab.kv.roles import ROLES, in_order
 
 # A recurrent state feeds back into itself within the step; unit variance there would swamp the activations.
 STATE_SCALE = 0.1
+# Values are made in float32 before they are encoded.
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class Constant(ValueFill):
     value: float = 0.015
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise FillError(f"fill {self.kind!r}: value is {self.value}; give a finite number")
+        if not abs(self.value) <= FLOAT32_MAX:
+            raise FillError(f"fill {self.kind!r}: value is {self.value}; give a number that float32 holds")
 
     def __str__(self) -> str:
         return f"{self.kind}({_text(self.value)})"

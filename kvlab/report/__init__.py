@@ -37,6 +37,8 @@ def write_report(
     place = Path(out)
     if pdf and place.suffix.lower() != ".pdf":
         place = place.with_suffix(".pdf")
+    if place.suffix.lower() not in (".html", ".htm", ".pdf"):
+        raise RunError(f"{place}: a report is HTML or PDF; name it report.html or report.pdf")
     facts, missing = read_runs(runs)
     report = make_report(facts, missing, title)
     if place.suffix.lower() == ".pdf":

@@ -77,6 +77,7 @@ def test_texts_that_are_fills(text, fill):
         ("random(zero_fraction=-0.1)", "zero_fraction is -0.1"),
         ("random(zero_fraction=nan)", "zero_fraction is nan"),
         ("constant(inf)", "value is inf"),
+        ("constant(-1e39)", "that float32 holds"),
         ("constant(1, 2)", "takes value"),
         ("random\n(1\n)", "random"),
         ("prefill(1)", "prefill takes nothing"),
@@ -131,7 +132,7 @@ def test_any_text_is_a_fill_or_one_line(text):
     assert len(message.splitlines()) == 1
 
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 PLAIN = st.one_of(
     st.just(Zeros()),
     st.builds(Random, st.floats(0, exclude_min=True, allow_infinity=False), st.floats(0, 1)),

@@ -10,7 +10,7 @@ import pytest
 
 import kvlab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("browser")]
 
 # Small enough for a verdict within seconds; rounds enough to be cancelled on the way.
 SETTINGS = {"Contexts": "256", "Batch": "1", "Rounds": "30"}

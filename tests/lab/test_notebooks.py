@@ -105,8 +105,13 @@ def test_restart_and_run_all(name, execute):
 
 @pytest.mark.parametrize("name", WITH_SMOKE)
 def test_smoke_and_live(name, execute):
-    live = {"source": "live"} if name not in ("01_touched_views", "02_zero_vs_random") else {}
-    book = execute(name, smoke=True, **live)
+    # A small pool of blocks: the embedded engine's own has room for 100K tokens, which take a while to check.
+    others = {
+        "01_touched_views": {},
+        "02_zero_vs_random": {"options": {"num_kv_blocks": 256}},
+        "03_context_sweep": {"source": "live", "options": {"num_kv_blocks": 256}, "phases": ["decode"]},
+    }
+    book = execute(name, smoke=True, **others.get(name, {"source": "live", "options": {"num_kv_blocks": 256}}))
     assert pictures_of(book)
     assert "live" in texts_of(book)
 
@@ -117,7 +122,6 @@ def test_smoke_and_live(name, execute):
         ("02_zero_vs_random", {"margin": 3.0}, "margin 3.0 is out of range"),
         ("02_zero_vs_random", {"engine": "vllm", "model": "llama-3.1-8b"}, "vLLM"),
         ("03_context_sweep", {"source": "runs/nowhere"}, "no run at"),
-        ("03_context_sweep", {"source": "live", "contexts": [0]}, "contexts has 0; give 2 or more"),
         ("01_touched_views", {"models": ["tiny-tiny"]}, "tiny-tiny"),
     ],
 )

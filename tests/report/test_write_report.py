@@ -252,3 +252,10 @@ def test_fifty_cases_are_a_small_file_soon(tmp_path):
     print(f"{file.stat().st_size} bytes, {seconds:.1f} s")
     assert file.stat().st_size < 5 * 2**20
     assert seconds < 20
+
+
+@pytest.mark.parametrize("name", ["report.docx", "report", "report.html.gz"])
+def test_a_name_that_says_another_kind_is_refused(tmp_path, name):
+    with pytest.raises(RunError, match=r"HTML or PDF"):
+        write_report([H200 / "reference-tiny-dense-isolated"], tmp_path / name)
+    assert not (tmp_path / name).exists()
