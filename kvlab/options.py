@@ -131,7 +131,8 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_BUDGET,
         metavar="S",
-        help=f"seconds of rounds a case and mode that the pilot may plan for (default {DEFAULT_BUDGET:g})",
+        help=f"seconds of rounds a case and mode that the pilot may plan for, its own 8 rounds in any case (default"
+        f" {DEFAULT_BUDGET:g})",
     )
     parser.add_argument("--replays", type=int, default=5, help="timed replays per arm and round (default 5)")
     parser.add_argument("--explain", action="store_true", help="profile each arm's kernels and name the gap's cause")

@@ -26,6 +26,7 @@ MOST_ROUNDS = 500
 _SD_UPPER = 1.35
 # The interval's Student quantile and its correction for correlated rounds, against the normal one of the formula.
 _SMALL_SAMPLE = 1.15
+_LIKELY = _SD_UPPER * _SMALL_SAMPLE
 # Half-width aimed at where time is left, as a share of the margin: 0.3 % at 3 %.
 _PRECISION = 0.1
 _Z95 = 1.645
@@ -64,7 +65,7 @@ class RoundPlan:
             "most": "the most that are run" + (f", of {self.wanted} wanted" if self.wanted > self.rounds else ""),
             "budget": f"{allowed}, of {self.wanted} wanted",
         }[self.limit]
-        noise = f"A/A noise {self.sd:.2%}" if self.sd is not None else "no pilot"
+        noise = "no pilot" if self.sd is None else f"A/A noise {self.sd:.2%}, planned for {_LIKELY:.1f} times that"
         return f"{self.rounds} rounds: {why} ({noise}, {self.seconds_per_round:.2f} s a round)"
 
 
@@ -97,7 +98,7 @@ def replanned(plan: RoundPlan, margin: float, budget: float) -> RoundPlan:
 
 
 def _planned(sd: float, least: int, seconds_per_round: float, margin: float, budget: float) -> RoundPlan:
-    likely = sd * _SD_UPPER * _SMALL_SAMPLE
+    likely = sd * _LIKELY
     power = rounds_for(likely, margin / 2)
     precision = math.ceil((likely * _Z95 / (_PRECISION * math.log1p(margin))) ** 2)
     precise = min(precision, MAX_ROUNDS)

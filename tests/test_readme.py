@@ -40,3 +40,35 @@ def test_the_committed_runs_open_with_their_provenance():
         assert run.provenance["driver"]
         assert run.provenance["command"]
         assert sum(p.stat().st_size for p in folder.iterdir()) < 2**20
+
+
+def blocks(language):
+    import re
+
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+def test_the_snippets_are_whole_programs():
+    import subprocess
+    import sys
+
+    source = "\n".join(blocks("python"))
+    assert source.count("kvlab.") > 8
+    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--isolated", "--select", "F821", "-"]
+    done = subprocess.run(ruff, input=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_command_parses():
+    import re
+    import shlex
+
+    from kvlab.options import make_parser
+
+    names = ("check", "sweep", "verify", "views", "report", "models", "doctor")
+    parser = make_parser(dict.fromkeys(names, lambda args: 0))
+    lines = re.findall(r"^    (kvlab .+)$", (ROOT / "README.md").read_text(), re.M)
+    commands = [words for line in lines for words in re.split(r";\s*", line.split("  #")[0])]
+    assert len(commands) >= 10
+    for command in commands:
+        parser.parse_args(shlex.split(command)[1:])

@@ -93,7 +93,7 @@ def _joint(rows: Sequence[Row], counts: Mapping[str, int]) -> str:
             "The joint statement holds too: each interval lies inside the margin at the 5 % level, so all of them do at"
             " 5 % (an intersection-union test, which needs no correction)."
         )
-    return "That all are within the margin is not shown: it takes every case."
+    return "Not every case is equivalent, so the claim for all of them together is not shown."
 
 
 def _after_holm(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:

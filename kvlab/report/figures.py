@@ -70,6 +70,9 @@ def _flat(row: Row) -> dict[str, Any]:
     return flat | {name: math.nan if flat[name] is None else flat[name] for name in numbers}
 
 
+_APART = ("model", "vllm", "gpu", "kvlab", "torch", "routing")
+
+
 def _compare(runs: Sequence[RunFacts]) -> Planned:
     if len(runs) != 2:
         return
@@ -90,12 +93,13 @@ def _compare(runs: Sequence[RunFacts]) -> Planned:
 
 
 def _versions(runs: Sequence[RunFacts]) -> list[str]:
-    """What tells two runs apart: a version, the card or the model, where it is but one of them."""
-    for key in ("vllm", "gpu", "kvlab", "torch", "routing", "model"):
-        values = [str(run.gaps[key].iloc[0]) for run in runs]
-        if values[0] != values[1]:
-            return [shorten(value if key in ("gpu", "model") else f"{key} {value}", 30) for value in values]
-    return []
+    """What tells two runs apart: the model, or else a version, the card or the routing where it is but one of them."""
+    of_runs = {key: [str(run.gaps[key].iloc[0]) for run in runs] for key in _APART}
+    differ = [key for key, values in of_runs.items() if values[0] != values[1]]
+    if not differ or ("model" not in differ and len(differ) > 1):
+        return []
+    key = "model" if "model" in differ else differ[0]
+    return [shorten(value if key in ("gpu", "model") else f"{key} {value}", 30) for value in of_runs[key]]
 
 
 def _sweeps(runs: Sequence[RunFacts]) -> Planned:
