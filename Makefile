@@ -39,7 +39,7 @@ lab: $(VENV)/.installed-lab
 	    --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_lab.ipynb
 
 test-lab: $(VENV)/.installed-test-lab
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m 'not gpu' -n 2 --dist loadgroup tests/test_widgets.py tests/lab
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m 'not gpu' -n 2 --dist loadfile tests/test_widgets.py tests/lab
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvlab.commands import command_of
 from kvlab.errors import KvlabError, RunError, StudyError
 from kvlab.ticks import Tick
 
@@ -282,4 +283,6 @@ if __name__ == "__main__":
         asked = json.loads((place / "spec.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(f"no job in {place}: {error.strerror}") from error
+    # The provenance is to say what repeats this, not what started it.
+    sys.argv = command_of(asked)
     sys.exit(0 if measure(asked, place).stage == "done" else 1)

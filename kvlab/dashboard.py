@@ -34,11 +34,13 @@ _MARKS = (FILE, RECORD)
 _NUMBERS = ("margin", "gap", "ci90_lo", "ci90_hi", "aa_gap", "aa_ci90_lo", "aa_ci90_hi")
 _COLUMNS = ["model", "engine", "gpu", "case", "mode", "verdict", *_NUMBERS]
 
-OF_ONE_CASE = ("samples of a case", "clocks and power")
+OF_ONE_CASE = ("samples of a case", "clocks and power", "parts of a step", "kernels")
 FIGURES: dict[str, Callable[[Run, str], Any]] = {
     "gaps": lambda run, case: plots.plot_gaps(so_far(run)),
     "samples of a case": lambda run, case: plots.plot_samples(run.samples, case),
     "clocks and power": lambda run, case: plots.plot_clocks(run.samples[run.samples["case"] == case]),
+    "parts of a step": lambda run, case: plots.plot_parts(run.kernels, case=case),
+    "kernels": lambda run, case: plots.plot_kernels(run.kernels, case=case),
     "gap against context": lambda run, case: plots.plot_context_sweep(run.gaps),
     "gap against top-k": lambda run, case: plots.plot_topk_sweep(run.gaps),
     "gap against zero fraction": lambda run, case: plots.plot_zero_fraction(run.gaps),

@@ -80,11 +80,11 @@ class Lab:
         self.engine = _field(w.Dropdown, "Engine", "reference: embedded; vllm: real models", options=ENGINES)
         self.model = _field(w.Dropdown, "Model", "the engine's presets")
         self.other = _field(w.Text, "Other model", "for vllm", placeholder="folder with config.json, or ORG/NAME")
-        self.phases = {name: w.Checkbox(name in ("decode", "hit"), description=name, indent=False) for name in PHASES}
+        self.phases = {name: w.Checkbox(name == "decode", description=name, indent=False) for name in PHASES}
         for box in self.phases.values():
             box.layout.width = "80px"
-        self.contexts = _field(w.Text, "Contexts", "tokens of KV; 8k is 8,192", value="1k, 4k")
-        self.batch = _field(w.Text, "Batch", "requests of a step", value="8")
+        self.contexts = _field(w.Text, "Contexts", "tokens of KV; 8k is 8,192", value="256, 1k")
+        self.batch = _field(w.Text, "Batch", "requests of a step", value="4")
         self.topk = _field(w.Text, "Top-k", "tokens that sparse attention chooses", placeholder="the model's own")
         self.zero_fractions = _field(
             w.Text, "Zero fractions", "shares of zero tokens, an arm each", placeholder="0.25, 0.5"

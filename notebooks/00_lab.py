@@ -5,7 +5,8 @@
 # process of its own: this kernel stays free, and an interrupt here does not touch it. Every finished round is on disk,
 # so after **Cancel** the same settings go on where they stopped.
 #
-# Without a GPU, measure on the embedded engine (`reference`), or open one of the H200 runs under *Earlier runs*.
+# Without a GPU, measure on the embedded engine (`reference`), or open one of the H200 runs under *Earlier run*. The
+# fields begin with a sweep of some seconds; a long context or a `hit` takes a CPU minutes.
 
 # %%
 from kvlab import lab

@@ -9,11 +9,11 @@
 model = "tiny-dsa"
 engine = "reference"  # or "vllm", e.g. with model = "deepseek-v3.2-6l"
 options = {}  # of the engine, e.g. {"num_kv_blocks": 4096}
-case = "decode=4*1@2048"  # N requests * Q query tokens @ K tokens of KV
+case = "decode=4*1@1024"  # N requests * Q query tokens @ K tokens of KV
 arms = ["random", "random(zero_fraction=0.5)"]
 margin = 0.03
 mode = "isolated"  # each replay alone; "sustained": back to back, as on a busy server
-rounds = 16
+rounds = 12
 smoke = False  # 6 rounds, the fewest that can decide
 
 # %%

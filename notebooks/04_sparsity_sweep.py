@@ -20,8 +20,8 @@ topk = [32, 128, 256]  # a load of the model each
 zero_fractions = [0.25, 0.5, 0.75]  # an arm each, between random (0) and zeros (1)
 margin = 0.03
 mode = "isolated"  # or "sustained"
-rounds = 8
-smoke = False  # two of each, 6 rounds
+rounds = 6
+smoke = False  # two of each
 
 # %%
 from IPython.display import display
@@ -49,7 +49,7 @@ if not (by_topk and by_zeros):
             },
             margin=margin,
             mode=mode,
-            rounds=6 if smoke else rounds,
+            rounds=rounds,
             explain=True,
         )
     ]

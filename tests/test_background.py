@@ -47,7 +47,9 @@ def test_a_job_measures_and_says_so(tmp_path):
     assert state.done == state.total == 6
     assert len(state.verdicts) == 1
     assert state.verdicts[0].startswith("decode: ")
-    assert len(open_run(job.out).verdicts) == 1
+    with open_run(job.out) as run:
+        assert len(run.verdicts) == 1
+        assert run.provenance["command"].startswith("kvlab check tiny-dense --engine reference")
 
 
 def test_cancel_keeps_the_finished_rounds_and_the_same_spec_goes_on(tmp_path):

@@ -21,7 +21,6 @@ def board(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lab = Lab("runs")
     lab.model.value, lab.contexts.value, lab.batch.value, lab.rounds.value = "tiny-dense", "64", "1", 6
-    lab.phases["hit"].value = False
     yield lab
     lab.close()
 

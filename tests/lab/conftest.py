@@ -82,3 +82,24 @@ def shoot():
         page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
     return take
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """Run a copy of a notebook: `execute(name, **parameters)` gives the notebook with its outputs."""
+    nbformat = pytest.importorskip("nbformat", reason="Jupyter is not installed: make test-lab")
+    papermill = pytest.importorskip("papermill", reason="papermill is not installed: make test-lab")
+    for key, value in quiet_environment(tmp_path / "jupyter").items():
+        monkeypatch.setenv(key, value)
+
+    def run(name, **parameters):
+        copy = shutil.copy(NOTEBOOKS / f"{name}.ipynb", tmp_path)
+        done = tmp_path / f"{name}-done.ipynb"
+        how = {"cwd": tmp_path, "kernel_name": "python3", "progress_bar": False, "execution_timeout": 240}
+        try:
+            papermill.execute_notebook(copy, done, parameters, **how)
+        finally:
+            book = nbformat.read(done, as_version=4)
+        return book
+
+    return run

@@ -44,3 +44,18 @@ def wait_for(address: str, server: subprocess.Popen, log: Path, seconds: float =
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)
     pytest.fail(f"JupyterLab did not answer in {seconds:.0f} s:\n{log.read_text()}")
+
+
+def texts_of(book):
+    """All that the outputs say as text or HTML."""
+    said = []
+    for output in (output for cell in book.cells for output in cell.get("outputs", ())):
+        data = output.get("data", {})
+        said += [output.get("text", ""), data.get("text/plain", ""), data.get("text/html", "")]
+        said += output.get("traceback", [])
+    return "\n".join("".join(part) for part in said)
+
+
+def pictures_of(book):
+    outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
