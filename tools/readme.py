@@ -17,6 +17,7 @@ import pandas as pd
 
 from kvlab.plots import plot_gaps
 from kvlab.run import Run, concat, open_run
+from kvlab.verdict_table import verdict_table
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = ROOT / "data" / "h200"
@@ -99,7 +100,15 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def check_table() -> str:
+    """What `make check` printed on the machine of its committed run."""
+    run = open_run(ROOT / "data" / "cpu" / "make-check")
+    table = verdict_table([run.verdict_of(row.case, row.mode) for row in run.verdicts.itertuples()])
+    return "\n".join(["```", *table.splitlines()[: 1 + len(run.verdicts)], "```"])
+
+
 SECTIONS = {
+    "check-table": check_table,
     "vllm-table": vllm_table,
     "vllm-verify": lambda: verify_sentence("vllm-*-verify.jsonl"),
     "bench-table": bench_table,
