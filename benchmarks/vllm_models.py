@@ -29,6 +29,7 @@ import numpy as np
 from kvlab.cases import parse_case
 from kvlab.engines.load import load_engine
 from kvlab.engines.loads import loads_moved
+from kvlab.explain import context_lengths
 from kvlab.grid import Grid, sweep
 from kvlab.measure.timer import make_timer
 from kvlab.selection import describe_selection
@@ -112,8 +113,7 @@ def loads_row(engine, case) -> dict:
 
 def selection_row(engine, case) -> dict:
     def describe(step) -> dict:
-        spans = step.batch.expected.values()
-        lengths = np.concatenate([computed + 1 + np.arange(scheduled) for scheduled, computed, _ in spans])
+        lengths = context_lengths(step)
         return {name: asdict(describe_selection(picks.cpu(), lengths)) for name, picks in step.selection().items()}
 
     return {"case": str(case), "arms": of_arms(engine, case, describe)}

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvlab.commands import command_of
 from kvlab.errors import KvlabError, RunError, StudyError
-from kvlab.ticks import Tick
+from kvlab.ticks import Tally, Tick
 
 STATE, CANCEL, LOG = "job.json", "job.cancel", "job.log"
 ENDED = ("done", "cancelled", "failed")
@@ -200,7 +200,7 @@ class _Reporter:
     def __init__(self, files: Path) -> None:
         self._files = files
         self.state = State("loading")
-        self._finished: dict[tuple[str, str], int] = {}
+        self._tally = Tally()
 
     def say(self, **changed: Any) -> None:
         self.state = _with(self.state, **changed)
@@ -210,18 +210,15 @@ class _Reporter:
             draft.replace(self._files / STATE)
 
     def tick(self, tick: Tick) -> None:
-        self._finished[tick.case, tick.mode] = tick.done
-        done = sum(self._finished.values())
-        # Those that have not begun will take about as many rounds as this one.
-        total = done + (tick.rounds - tick.done) + (tick.of - tick.index - 1) * tick.rounds
+        self._tally.count(tick)
         verdicts = (*self.state.verdicts, f"{tick.case}: {tick.note}") if tick.decided else self.state.verdicts
         message = tick.note or self.state.message
         self.say(
             stage="measuring",
             case=tick.case,
             mode=tick.mode,
-            done=done,
-            total=total,
+            done=self._tally.done,
+            total=self._tally.total,
             message=message,
             verdicts=verdicts,
         )

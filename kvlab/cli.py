@@ -161,10 +161,11 @@ def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]])
         print(verdict_table(verdicts))
         for note in run.provenance.get("notes", ()):
             print(f"done in a lesser way: {note}")
+        kernels = run.kernels
         for verdict in verdicts:
             if "cause" in verdict:
-                here = (run.kernels["case"] == verdict["case"]) & (run.kernels["mode"] == verdict["mode"])
-                print(f"\n{explanation(verdict, run.kernels[here])}")
+                here = (kernels["case"] == verdict["case"]) & (kernels["mode"] == verdict["mode"])
+                print(f"\n{explanation(verdict, kernels[here])}")
         print(f"run: {run.path}" + ("" if args.no_plot else f"   plot: {run.path / 'gaps.png'}"))
     return exit_status(verdicts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvlab.background import State
 from kvlab.database import FILE
 from kvlab.errors import RunError, StudyError
 from kvlab.export import RECORD
+from kvlab.kv.parsing import split_fills
 from kvlab.lab import COMMITTED
 from kvlab.plots.style import percent, percent_interval
 from kvlab.report.answer import headline as answer
@@ -71,17 +71,12 @@ def make_spec(**settings: Any) -> dict[str, Any]:
         "model": model,
         "engine": settings["engine"],
         "engine_options": engine_options(settings["options"]),
-        "arms": fills(settings["arms"]),
+        "arms": tuple(split_fills(settings["arms"])),
         "margin": settings["margin"] / 100,
         "mode": settings["mode"],
         "rounds": settings["rounds"] or None,
         "sweep": grid,
     }
-
-
-def fills(text: str) -> tuple[str, ...]:
-    """`random, random(std=0.5, zero_fraction=0.25)` to its fills: commas within brackets are a fill's own."""
-    return tuple(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip())
 
 
 def engine_options(text: str) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class Estimate:
         return (math.log1p(lo) if lo > -1 else -math.inf), math.log1p(hi)
 
     @property
+    def listed_ci90(self) -> list[float] | None:
+        """The interval for JSON; None for the unbounded one of a single round, which JSON has no word for."""
+        return list(self.ci90) if all(map(math.isfinite, self.ci90)) else None
+
+    @property
     def half_width(self) -> float:
         """Of the interval of theta."""
         lo, hi = self.log_ci90

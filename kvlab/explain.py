@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.causes import Cause, Part, find_cause
 from kvlab.engines.base import Step
@@ -44,10 +45,9 @@ def explain(
         profile = profile_kernels(step, timer)
         profiles[arm.name] = profile.facts()
         run.add_kernels({"case": case, "mode": mode, "arm": arm.name, **row} for row in profile.rows)
-    kernels = run.kernels
     cause = find_cause(
         run.samples_of(case, mode),
-        kernels[(kernels["case"] == case) & (kernels["mode"] == mode)],
+        run.kernels,
         plan.claim.name,
         telemetry=run.telemetry,
         routing_moved=routing_moved.get(plan.claim.name),
@@ -66,16 +66,20 @@ def cause_record(cause: Cause) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Estimate):
-        return {"gap": value.gap, "ci90": list(value.ci90) if all(map(math.isfinite, value.ci90)) else None}
+        return {"gap": value.gap, "ci90": value.listed_ci90}
     if isinstance(value, Part):
         return asdict(value)
     return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
 
 
+def context_lengths(step: Step) -> NDArray[np.int64]:
+    """Tokens that each of the step's tokens sees, itself included: [num_tokens], requests in the batch's order."""
+    spans = step.batch.expected.values()
+    return np.concatenate([computed + 1 + np.arange(scheduled) for scheduled, computed, _ in spans])
+
+
 def _selected(step: Step, picks: Any, baseline: Any) -> dict[str, Any]:
-    lengths = np.concatenate(
-        [computed + 1 + np.arange(scheduled) for scheduled, computed, _ in step.batch.expected.values()]
-    )
+    lengths = context_lengths(step)
     # A captured step may be padded; rows beyond its tokens are nobody's.
     found = describe_selection(picks[: len(lengths)], lengths)
     shared = selection_overlap(picks[: len(lengths)], baseline[: len(lengths)])

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from kvlab.ticks import Tick
+from kvlab.ticks import Tally, Tick
 
 
 class Bar:
@@ -15,16 +15,14 @@ class Bar:
     def __init__(self, hidden: bool) -> None:
         # None hides it where standard error is no terminal.
         self._bar = tqdm(unit="round", disable=hidden or None)
-        self._rounds: dict[tuple[str, str], int] = {}
+        self._tally = Tally()
 
     def __call__(self, tick: Tick) -> None:
         """Move the bar."""
-        self._rounds[tick.case, tick.mode] = tick.done
-        done = sum(self._rounds.values())
-        # Those that have not begun will take about as many rounds as this one.
-        self._bar.total = done + (tick.rounds - tick.done) + (tick.of - tick.index - 1) * tick.rounds
+        self._tally.count(tick)
+        self._bar.total = self._tally.total
         self._bar.set_description(f"{tick.case} {tick.mode}", refresh=False)
-        self._bar.update(done - self._bar.n)
+        self._bar.update(self._tally.done - self._bar.n)
         if tick.note and not self._bar.disable:
             self._bar.write(f"{tick.case} {tick.mode}: {tick.note}", file=self._bar.fp)
 

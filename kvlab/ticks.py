@@ -32,6 +32,25 @@ class Tick:
 Progress = Callable[[Tick], None]
 
 
+class Tally:
+    """Rounds over all cases and modes, counted from ticks.
+
+    Attributes:
+        done: so far.
+        total: as far as can be said: cases that have not begun will take about as many rounds as the present one.
+    """
+
+    def __init__(self) -> None:
+        self.done = self.total = 0
+        self._rounds: dict[tuple[str, str], int] = {}
+
+    def count(self, tick: Tick) -> None:
+        """Take in a tick."""
+        self._rounds[tick.case, tick.mode] = tick.done
+        self.done = sum(self._rounds.values())
+        self.total = self.done + (tick.rounds - tick.done) + (tick.of - tick.index - 1) * tick.rounds
+
+
 def told(verdict: Mapping[str, Any]) -> str:
     """A verdict in a few words."""
     gap = "" if verdict.get("gap") is None else f", gap {verdict['gap']:+.2%}"

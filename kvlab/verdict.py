@@ -15,7 +15,7 @@ from kvlab.engines.base import Engine
 from kvlab.examination import Examination
 from kvlab.measure.telemetry import CLOCK_FLOOR
 from kvlab.plan import Plan
-from kvlab.stats import Estimate, decide
+from kvlab.stats import decide
 
 
 def verdict_head(engine: Engine, case: Case, plan: Plan, mode: str, run: Path) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[
         reasons.append(f"{flagged:.0%} of the samples were throttled or below {CLOCK_FLOOR:.0%} of the highest clock")
     return {
         "gap": decision.gap.gap,
-        "ci90": _interval(decision.gap),
+        "ci90": decision.gap.listed_ci90,
         "verdict": decision.verdict,
-        "aa": {"gap": decision.aa.gap, "ci90": _interval(decision.aa)},
+        "aa": {"gap": decision.aa.gap, "ci90": decision.aa.listed_ci90},
         "median_us": {arm.name: float(medians[arm.name]) for arm in plan.arms},
         "rounds": decision.gap.n,
         "mde": decision.mde if math.isfinite(decision.mde) else None,
@@ -91,7 +91,7 @@ def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[
         "rounds_needed": decision.rounds_needed,
         "also": {f"{margin:g}": verdict for margin, verdict in decision.also.items()},
         "arms": {
-            name: {"gap": d.gap.gap, "ci90": _interval(d.gap), "verdict": d.verdict} for name, d in decisions.items()
+            name: {"gap": d.gap.gap, "ci90": d.gap.listed_ci90, "verdict": d.verdict} for name, d in decisions.items()
         },
         "flagged": flagged,
         "outside_writes": found.outside_writes,
@@ -111,7 +111,7 @@ def _clocks(samples: pd.DataFrame, arm: str) -> dict[str, Any]:
         for name, row in medians.iterrows()
     }
     cycles = gap_in_cycles(samples, arm)
-    return {"clocks": clocks, **({"cycles": {"gap": cycles.gap, "ci90": _interval(cycles)}} if cycles else {})}
+    return {"clocks": clocks, **({"cycles": {"gap": cycles.gap, "ci90": cycles.listed_ci90}} if cycles else {})}
 
 
 def _told_routing(arm: str, moved: float | None) -> str:
@@ -121,11 +121,6 @@ def _told_routing(arm: str, moved: float | None) -> str:
         f"MoE routing was real, and at least {moved:.0%} of the tokens went to other experts under {arm}: the gap is"
         " not about KV alone"
     )
-
-
-def _interval(estimate: Estimate) -> list[float] | None:
-    """None for the unbounded interval of too few rounds, which JSON has no word for."""
-    return list(estimate.ci90) if all(map(math.isfinite, estimate.ci90)) else None
 
 
 def _flagged(samples: pd.DataFrame) -> pd.Series:

@@ -152,3 +152,16 @@ def test_what_cannot_be_saved(tmp_path):
         dashboard.save(Figure(), "fig")
     with pytest.raises(RunError, match="choose another place"):
         dashboard.save(Figure(), str(tmp_path / "absent" / "fig.png"))
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [
+        ("random", "mix(indexer=zeros, kv=random(std=0.5, zero_fraction=0.25))"),
+        ("mix(kv=random(std=0.5), indexer=levels)", "constant(0.015)"),
+        ("prefill",),
+    ],
+)
+def test_arms_are_split_as_the_fills_themselves_are(arms):
+    assert dashboard.make_spec(**{**ASKED, "arms": ", ".join(arms)})["arms"] == arms
+    assert all(kvlab.parse_fill(arm) for arm in arms)

@@ -37,7 +37,7 @@ def _parse(text: str, whole: str, role: str | None = None) -> Fill:
         raise FillError(f"fill {whole!r}: a mix has no mix in it; give each role a fill of its own")
     known = [f.name for f in fields(kind)]
     given: dict[str, Any] = {}
-    for position, item in enumerate(_items(match[2] or "")):
+    for position, item in enumerate(split_fills(match[2] or "")):
         name, equals, value = item.partition("=")
         if not equals and kind is not Mix:
             name, value = known[position] if position < len(known) else item, item
@@ -51,8 +51,8 @@ def _parse(text: str, whole: str, role: str | None = None) -> Fill:
     return kind(**given)
 
 
-def _items(text: str) -> Iterator[str]:
-    """The parts between commas, those within parentheses left whole; empty ones are dropped."""
+def split_fills(text: str) -> Iterator[str]:
+    """The parts between commas, as of a list of fills; those within parentheses are left whole, empty ones dropped."""
     depth, begin = 0, 0
     for end, sign in enumerate(f"{text},"):
         depth += (sign == "(") - (sign == ")")
