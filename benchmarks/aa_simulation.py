@@ -106,7 +106,8 @@ def replay_t(samples: pd.DataFrame) -> bool:
 def planned(samples: pd.DataFrame) -> pd.DataFrame:
     """As many of the rounds as the pilot plans, as a study without `--rounds` does."""
     pilot = samples[samples["round"] < PILOT_ROUNDS]
-    plan = plan_rounds(round_ratios(pilot, "zeros_again"), SECONDS_PER_ROUND, MARGIN, SECONDS_PER_ROUND * MOST_ROUNDS)
+    aa, arm = (round_ratios(pilot, name) for name in ("zeros_again", "random"))
+    plan = plan_rounds(aa, SECONDS_PER_ROUND, MARGIN, SECONDS_PER_ROUND * MOST_ROUNDS, [arm])
     return samples[samples["round"] < plan.rounds]
 
 

@@ -1,22 +1,26 @@
 #!/usr/bin/env python3
 """One model in vLLM on this machine's GPU, part by part, each written as it goes so that a time limit costs no result.
 
-    python benchmarks/vllm_models.py MODEL OUT [--parts verify,check,bench] [--routing balanced] [--batch 8] [--prefill]
+    python benchmarks/vllm_models.py MODEL OUT [--parts verify,bench,claim] [--routing balanced] [--batch 8]
 
 MODEL is a preset or a folder with a config.json. OUT gets, of the parts asked for:
 
     verify      vllm-MODEL-verify.jsonl     which bytes each step writes, and what it reads without a token
-    check       vllm-MODEL-isolated, -sustained: runs, zero against random KV
-    bench       vllm-MODEL-bench.json       medians of `vllm bench forward`'s own replays and of the zeros arm
-    explain     vllm-MODEL-explain          a run in both modes with kernels, clocks, selection and the 2x2 of roles
-    sweep       sweep-MODEL-contexts, -zeros: runs, the gap against context length and against the zero fraction
-    prefill     vllm-MODEL-prefill          a run with the arm `prefill`: one request at the long context
+    bench       vllm-MODEL-bench.json       medians of `vllm bench forward`'s own replays and of kvlab's; and the claim
+                                            by that command's own means, random KV against zero KV
+    claim       vllm-MODEL-claim            a run: decode and hit at 8K and at --long tokens, both modes, with kernels,
+                                            clocks, selection and, for sparse attention, the 2x2 of roles
+    decode, hit sweep-MODEL-decode, -hit    runs: the gap against context length
+    zeros       sweep-MODEL-zeros           a run: the gap against the zero fraction, of a hit
+    scores      vllm-MODEL-scores           a run with an arm a shape of the indexer's scores, and kernels
+    prefill     vllm-MODEL-prefill          a run with the arm `prefill`: one request at --long tokens
     loads       vllm-MODEL-loads.json       how far the experts' loads move between arms (with --routing real)
     selection   vllm-MODEL-selection.json   share of neighbours among the tokens that sparse attention chooses, by layer
     probe       vllm-MODEL-probe.json       where the bytes lie that a step reads without a token
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -31,18 +35,21 @@ from kvlab.engines.load import load_engine
 from kvlab.engines.loads import loads_moved
 from kvlab.explain import context_lengths
 from kvlab.grid import Grid, sweep
+from kvlab.measure.sampler import Sampler
+from kvlab.measure.telemetry import make_telemetry
 from kvlab.measure.timer import make_timer
 from kvlab.selection import describe_selection
 from kvlab.study import check
 from kvlab.verification import REGIONS, reads_unwritten, verify
 
-PARTS = ("verify", "check", "bench", "explain", "sweep", "prefill", "loads", "selection", "probe")
+PARTS = ("verify", "bench", "selection", "loads", "probe", "claim", "decode", "hit", "zeros", "scores", "prefill")
 ROLES = ("mix(kv=random, indexer=zeros)", "mix(kv=zeros, indexer=random)")
+SCORES = ("constant(1)", "levels", "pow2", "cluster", "tiny", "huge", "ramp", "iid", "hot_contiguous", "hot_scattered")
 ARMS = ("zeros", "random")
 
 
-def bench_forward(engine, case) -> dict:
-    """vLLM's own measurement of the case, zero KV, as `vllm bench forward` makes it."""
+def bench_forward(engine, case, arm: str, replays: int) -> dict:
+    """vLLM's own measurement of the case, as `vllm bench forward` makes it; `random` changes the contents alone."""
     import torch
     from vllm.benchmarks.forward.batch import build_batch
     from vllm.benchmarks.forward.capture import ForwardBench
@@ -55,36 +62,74 @@ def bench_forward(engine, case) -> dict:
     context = runner.vllm_config.compilation_config.static_forward_context
     config = runner.kv_cache_config
     groups, blocks = config.kv_cache_groups, config.num_blocks
+    if arm != "zeros":
+        # The blocks of the case are the same there, and keep what they hold.
+        step = engine.prepare(case)
+        step.fill(arm)
+        step.close()
     with torch.inference_mode(), set_current_vllm_config(runner.vllm_config):
         rng = np.random.default_rng(0)
         batch = build_batch(parse(str(case)), groups, blocks, runner.model_config.get_vocab_size(), rng)
-        zero_kv_blocks(context, groups, batch, blocks)
+        if arm == "zeros":
+            zero_kv_blocks(context, groups, batch, blocks)
         views = touched_kv_views(context, groups, batch, blocks, 1)
-        bench = ForwardBench(runner, batch, 20, 5, views, case.name, include_drafter=False)
+        bench = ForwardBench(runner, batch, replays // 5, 5, views, case.name, include_drafter=False)
         routing = "balanced" if engine.routing == "balanced" else "real"
         _, fixture = install_routing(runner, routing, True, batch.num_tokens, 0)
+        time_graph, sampler = bench._time, Sampler(make_telemetry(engine.device))
+
+        def watched(graph):
+            with sampler:
+                return time_graph(graph)
+
+        bench._time = watched
         try:
             latency = bench.run()["latency_us"]
         finally:
             runner.execute_model(batch.finish())
             if fixture is not None:
                 fixture.remove()
-    return {"case": str(case), "bench_median_us": latency["median"], "bench_spread_pct": latency["sample_spread_pct"]}
+    return {"median_us": latency["median"], "spread_pct": latency["sample_spread_pct"], **clocks(sampler)}
 
 
-def zeros_median(engine, case) -> float:
-    """The same in kvlab: as many replays of one captured step under zero KV."""
+def clocks(sampler: Sampler) -> dict:
+    seen = sampler.summary()
+    return {"sm_mhz": seen.sm_mhz, "watts": seen.watts, "throttled": seen.throttled}
+
+
+def kvlab_forward(engine, case, replays: int) -> dict:
+    """The same in kvlab: as many replays of one captured step under zero KV, one right after the other."""
     step = engine.prepare(case)
     try:
         step.fill("zeros")
         timer = make_timer(step, "isolated")
         try:
-            timer.settle(1.0)
-            return statistics.median(timer.time(100))
+            timer.time(5)
+            with Sampler(make_telemetry(engine.device)) as sampler:
+                times = timer.time(replays)
+            return {"median_us": statistics.median(times), **clocks(sampler)}
         finally:
             timer.close()
     finally:
         step.close()
+
+
+def bench_row(engine, case) -> dict:
+    replays = 100 if case.phase == "decode" else 25
+    bench = bench_forward(engine, case, "zeros", replays)
+    ours = kvlab_forward(engine, case, replays)
+    again = bench_forward(engine, case, "zeros", replays)
+    random = bench_forward(engine, case, "random", replays)
+    zeros_us = statistics.mean([bench["median_us"], again["median_us"]])
+    return {
+        "case": str(case),
+        "bench": bench,
+        "kvlab": ours,
+        "bench_again": again,
+        "bench_random": random,
+        "ratio": ours["median_us"] / zeros_us,
+        "random_over_zeros": random["median_us"] / zeros_us,
+    }
 
 
 def of_arms(engine, case, ask) -> dict:
@@ -127,12 +172,22 @@ def probe_row(engine, case) -> dict:
         step.close()
 
 
+def left_behind() -> str:
+    """What of the GPU's memory is still taken in this process, and by which tensors."""
+    import torch
+
+    taken = torch.cuda.memory_allocated() / 2**20
+    live = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_cuda]
+    largest = sorted(live, key=lambda t: -t.untyped_storage().nbytes())[:6]
+    named = ", ".join(f"{list(t.shape)} {t.dtype} {t.untyped_storage().nbytes() / 2**20:.0f} MiB" for t in largest)
+    return f"{taken:.0f} MiB of the GPU still allocated: {named}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--parts", default="verify,check,bench", help=f"of {','.join(PARTS)} (default %(default)s)")
-    parser.add_argument("--prefill", action="store_true", help="also the part prefill")
+    parser.add_argument("--parts", default="verify,bench,claim", help=f"of {','.join(PARTS)} (default %(default)s)")
     parser.add_argument("--routing", default="auto")
     parser.add_argument("--batch", type=int, default=8, help="decode requests at the long context")
     parser.add_argument("--query", type=int, default=2048, help="query tokens of a hit")
@@ -143,16 +198,21 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, help="of the pool, in place of --utilization: probe copies it two and a half times"
     )
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--sustained-rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=12, help="of scores and prefill")
     parser.add_argument(
-        "--budget", type=float, default=15.0, help="seconds of rounds a case and mode of explain and sweep"
+        "--replays", type=int, default=3, help="timed, per arm and round; as long steps take many rounds"
     )
-    parser.add_argument("--contexts", default="1024,8192,32768,100000", help="of the sweep")
+    parser.add_argument(
+        "--budget", type=float, default=15.0, help="seconds of rounds a case and mode of claim and zeros"
+    )
+    parser.add_argument("--sweep-budget", type=float, default=8.0, help="the same of decode and hit")
+    parser.add_argument("--contexts", default="1024,8192,32768,100000", help="of decode")
+    parser.add_argument("--hit-contexts", default="1024,32768", help="of hit; claim holds 8192 and --long")
+    parser.add_argument("--zeros-context", type=int, help="of zeros; --long by default")
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--engine-arg", default="{}", help="JSON object of further EngineArgs")
     args = parser.parse_args()
-    parts = [*args.parts.split(","), *["prefill"] * args.prefill]
+    parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"part {sorted(unknown)[0]!r} is unknown; give {', '.join(PARTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -179,12 +239,10 @@ def main() -> None:
                 path.write_text(json.dumps(found, indent=1))
                 say(f"{part} {json.dumps(shown(row))}")
 
-    def bench_row(engine, case) -> dict:
-        row, ours = bench_forward(engine, case), zeros_median(engine, case)
-        return row | {"kvlab_median_us": ours, "ratio": ours / row["bench_median_us"]}
+    once = {"replays": args.replays, "discard": 1}
 
     def run(suffix: str, cases, **how) -> None:
-        with check(engine, cases, out=args.out / f"vllm-{name}-{suffix}", **how) as made:
+        with check(engine, cases, out=args.out / f"vllm-{name}-{suffix}", **once, **how) as made:
             columns = ["case", "gap", "ci90_lo", "ci90_hi", "aa_ci90_lo", "aa_ci90_hi", "median_us_zeros", "verdict"]
             say(f"{suffix}\n" + made.verdicts[[c for c in columns if c in made.verdicts]].to_string(index=False))
             for case, mode in zip(made.verdicts["case"], made.verdicts["mode"], strict=True):
@@ -193,7 +251,7 @@ def main() -> None:
                 say(f"{suffix} {case} {mode}: {json.dumps(verdict.get('arms'))} {' '.join(told)}")
 
     def swept(suffix: str, **axes) -> None:
-        with sweep(engine, out=args.out / f"sweep-{name}-{suffix}", budget=args.budget, **axes) as made:
+        with sweep(engine, out=args.out / f"sweep-{name}-{suffix}", replays=args.replays, **axes) as made:
             columns = ["case", "mode", "arm", "gap", "ci90_lo", "ci90_hi", "verdict"]
             say(f"sweep {suffix}\n{made.gaps[columns].to_string(index=False)}")
 
@@ -203,11 +261,12 @@ def main() -> None:
     )
     alone = [parse_case(f"decode1=1@{args.long}"), parse_case(f"hit1={args.query}@{args.long}")]
     cases = [parse_case(text) for text in [*short, *long, f"prefill={args.query}"]]
+    contexts, hit_contexts = (tuple(map(int, text.split(","))) for text in (args.contexts, args.hit_contexts))
     options = {"num_kv_blocks": args.blocks, "kv_cache_dtype": args.kv_cache_dtype}
     engine = load_engine(
         args.model,
         "vllm",
-        cases=[*cases, *alone, *Grid(tuple(map(int, args.contexts.split(","))), batch=(args.batch,)).cases()],
+        cases=[*cases, *alone, *Grid(contexts, batch=(args.batch,)).cases()],
         routing=args.routing,
         gpu_memory_utilization=args.utilization,
         **{key: value for key, value in options.items() if value is not None},
@@ -230,21 +289,23 @@ def main() -> None:
             rows("loads", cases[:4], loads_row, lambda row: {k: v for k, v in row.items() if k != "loads"})
         if "probe" in parts:
             rows("probe", [cases[2], cases[3]], probe_row)
-        if "check" in parts:
-            attempt("isolated", "", lambda: run("isolated", cases[:4], mode="isolated", rounds=args.rounds))
-            attempt(
-                "sustained", "", lambda: run("sustained", cases[2:4], mode="sustained", rounds=args.sustained_rounds)
-            )
-        if "explain" in parts:
+        if "claim" in parts:
             arms = ["random", *(ROLES if engine.topk else ())]
             how = {"arms": arms, "mode": "both", "budget": args.budget, "explain": True}
-            attempt("explain", "", lambda: run("explain", cases[2:4], **how))
-        if "sweep" in parts:
-            contexts = tuple(map(int, args.contexts.split(",")))
-            attempt("sweep", "contexts", lambda: swept("contexts", contexts=contexts, batch=(args.batch,), mode="both"))
-            shares = (0.25, 0.5, 0.75)
-            axes = {"contexts": contexts[-1:], "phases": ("hit",), "batch": (1,), "zero_fractions": shares}
-            attempt("sweep", "zeros", lambda: swept("zeros", **axes))
+            attempt("claim", "", lambda: run("claim", cases[:4], **how))
+        for phase, batch, listed in (("decode", args.batch, contexts), ("hit", 1, hit_contexts)):
+            if phase in parts:
+                axes = {"contexts": listed, "phases": (phase,), "batch": (batch,), "query": None, "mode": "both"}
+                axes["query"] = args.query if phase == "hit" else None
+                attempt(phase, "", lambda: swept(phase, budget=args.sweep_budget, **axes))  # noqa: B023
+        if "zeros" in parts:
+            axes = {"contexts": (args.zeros_context or args.long,), "phases": ("hit",), "batch": (1,)}
+            axes |= {"query": args.query, "zero_fractions": (0.25, 0.5, 0.75), "budget": args.budget}
+            attempt("zeros", "", lambda: swept("zeros", **axes))
+        if "scores" in parts:
+            arms = ["random", *SCORES]
+            how = {"arms": arms, "mode": "isolated", "rounds": args.rounds, "explain": True}
+            attempt("scores", "", lambda: run("scores", cases[2:4], **how))
         if "prefill" in parts:
             arms = ["random", "prefill"]
             attempt("prefill", "", lambda: run("prefill", alone, arms=arms, mode="isolated", rounds=args.rounds))
@@ -252,9 +313,7 @@ def main() -> None:
         for line in failed:
             say(f"FAILED {line}")
         engine.close()
-        import torch
-
-        say(f"closed; {torch.cuda.memory_allocated() / 2**30:.2f} GiB of the GPU still allocated")
+        say(f"closed; {left_behind()}")
 
 
 if __name__ == "__main__":

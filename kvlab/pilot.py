@@ -1,13 +1,16 @@
 """Layer 4: how many rounds a case needs, from the noise of its first ones; pure.
 
-A fixed number of rounds is decided on before the gap is looked at: the pilot's rounds time all arms, but only `zeros`
-against `zeros_again` is read here. They stay part of the evidence, as a plan that is blind to the gap does not bend
-its intervals (internal pilots: Wittes & Brittain 1990, doi:10.1002/sim.4780090113).
+A fixed number of rounds is decided on before the gap is looked at: the pilot's rounds time all arms, but of their
+ratios only the spread about their own mean is read here, never where they lie. They stay part of the evidence, as a
+plan that is blind to the gap hardly bends its intervals (internal pilots: Wittes & Brittain 1990,
+doi:10.1002/sim.4780090113). The spread of `zeros_again` alone would not do: under a power cap zeros are quiet and
+random contents are not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +46,7 @@ class RoundPlan:
         wanted: rounds without a limit.
         sd: of the pilot's A/A log ratios; None where the number was given.
         seconds_per_round: of the pilot; None where the number was given.
+        sd_arms: the largest sd of another arm's log ratios; None where the number was given.
     """
 
     rounds: int
@@ -50,6 +54,7 @@ class RoundPlan:
     wanted: int
     sd: float | None = None
     seconds_per_round: float | None = None
+    sd_arms: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -65,7 +70,8 @@ class RoundPlan:
             "most": "the most that are run" + (f", of {self.wanted} wanted" if self.wanted > self.rounds else ""),
             "budget": f"{allowed}, of {self.wanted} wanted",
         }[self.limit]
-        noise = "no pilot" if self.sd is None else f"A/A noise {self.sd:.2%}, planned for {_LIKELY:.1f} times that"
+        other = "" if self.sd_arms is None else f", of the arms {self.sd_arms:.2%}"
+        noise = f"A/A noise {self.sd:.2%}{other}, planned for {_LIKELY:.1f} times that"
         return f"{self.rounds} rounds: {why} ({noise}, {self.seconds_per_round:.2f} s a round)"
 
 
@@ -74,33 +80,44 @@ def given_rounds(rounds: int) -> RoundPlan:
     return RoundPlan(rounds, "given", rounds)
 
 
-def plan_rounds(aa_log_ratios: ArrayLike, seconds_per_round: float, margin: float, budget: float) -> RoundPlan:
+def plan_rounds(
+    aa_log_ratios: ArrayLike,
+    seconds_per_round: float,
+    margin: float,
+    budget: float,
+    arms_log_ratios: Iterable[ArrayLike] = (),
+) -> RoundPlan:
     """Rounds for 80 % power at the margin, then for a narrow interval while the budget lasts.
 
     Args:
         aa_log_ratios: of `zeros_again` against `zeros` in the pilot's rounds, at least two.
         seconds_per_round: that these took.
-        margin: of equivalence; the A/A test, at half of it, is the stricter one and is planned for.
+        margin: of equivalence; the A/A test is made at half of it.
         budget: seconds for all rounds, the pilot's included.
+        arms_log_ratios: of each other arm against `zeros`, in as many rounds; their spread alone is read.
 
     Raises:
         StudyError: for ratios that are not finite, or a margin out of range.
     """
     ratios = checked(aa_log_ratios)
-    return _planned(float(np.std(ratios, ddof=1)), len(ratios), seconds_per_round, margin, budget)
+    arms = [float(np.std(checked(arm), ddof=1)) for arm in arms_log_ratios]
+    sd = float(np.std(ratios, ddof=1))
+    return _planned(sd, max(arms, default=None), len(ratios), seconds_per_round, margin, budget)
 
 
 def replanned(plan: RoundPlan, margin: float, budget: float) -> RoundPlan:
     """A plan that its budget cut short, under another budget: as blind to the gap as the first, and never shorter."""
     if plan.limit != "budget" or plan.sd is None or plan.seconds_per_round is None:
         return plan
-    return _planned(plan.sd, plan.rounds, plan.seconds_per_round, margin, budget)
+    return _planned(plan.sd, plan.sd_arms, plan.rounds, plan.seconds_per_round, margin, budget)
 
 
-def _planned(sd: float, least: int, seconds_per_round: float, margin: float, budget: float) -> RoundPlan:
-    likely = sd * _LIKELY
-    power = rounds_for(likely, margin / 2)
-    precision = math.ceil((likely * _Z95 / (_PRECISION * math.log1p(margin))) ** 2)
+def _planned(
+    sd: float, sd_arms: float | None, least: int, seconds_per_round: float, margin: float, budget: float
+) -> RoundPlan:
+    arms = sd_arms or 0.0
+    power = max(rounds_for(sd * _LIKELY, margin / 2), rounds_for(arms * _LIKELY, margin))
+    precision = math.ceil((max(sd, arms) * _LIKELY * _Z95 / (_PRECISION * math.log1p(margin))) ** 2)
     precise = min(precision, MAX_ROUNDS)
     limit = "power" if power >= precise else "precision" if precise == precision else "most"
     wanted = max(power, precise, least, MIN_ROUNDS)
@@ -110,4 +127,4 @@ def _planned(sd: float, least: int, seconds_per_round: float, margin: float, bud
     affordable = max(least, int(budget / max(seconds_per_round, 1e-9)))
     if affordable < most:
         limit, most = "budget", affordable
-    return RoundPlan(most, limit, wanted, sd, seconds_per_round)
+    return RoundPlan(most, limit, wanted, sd, seconds_per_round, sd_arms)

@@ -27,6 +27,7 @@ from kvlab.measure.timer import MODES, Timer, make_timer
 from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds, replanned
 from kvlab.plan import AGAIN, BOTH, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
 from kvlab.provenance import identity, machine
+from kvlab.rest import rest_of
 from kvlab.rounds import measure_round
 from kvlab.run import Run
 from kvlab.ticks import Progress, Tick, told
@@ -218,14 +219,14 @@ class Study:
         begin = time.perf_counter()
         facts = {**case_axes(case), "topk": engine.topk, **facts}
         self.run.add_case(case.name, str(case), case.phase, [asdict(request) for request in case.requests], **facts)
-        step, found = None, None
+        step: Step | None = None
         try:
-            step = self._prepare(engine, case)
-            found = examine(step, self.plan)
-        except (EngineError, CapacityError, CaseError) as error:
-            # The other cases can still be decided; the run says of this one what was wrong.
-            found = Examination(culprits=(str(error),))
-        try:
+            try:
+                step = self._prepare(engine, case)
+                found = examine(step, self.plan)
+            except (EngineError, CapacityError, CaseError) as error:
+                # The other cases can still be decided; the run says of this one what was wrong.
+                found = Examination(culprits=(str(error),))
             for mode in todo:
                 self._index += 1
                 verdict = self._verdict(step, found, mode, begin)
@@ -261,6 +262,7 @@ class Study:
         try:
             facts = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
             self.run.case_facts(name, **found.facts, **facts, **captured(step, timer))
+            rest = rest_of(self.run, step, timer, plan, self._telemetry)
             timer.settle(_WARM_UP)
             warm = time.perf_counter()
             first = "measure_s" not in self.run.facts_of(name)
@@ -269,6 +271,8 @@ class Study:
                 self.run.case_facts(name, warm_up_s=warm - begin, measure_s=time.perf_counter() - warm)
             verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
             verdict["plan"] = rounds.as_dict()
+            if rest.share:
+                verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]}
             if plan.explain:
                 try:
                     verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)
@@ -292,8 +296,9 @@ class Study:
             # How long the rounds of an earlier process took is not known; one more tells it.
             known = len(self.run.finished_rounds(name, mode))
             seconds = self._time_rounds(step, timer, mode, finite, known + 1)
-        aa = round_ratios(self.run.samples_of(name, mode), AGAIN)
-        planned = plan_rounds(aa, statistics.median(seconds), self.plan.margin, self.plan.budget)
+        samples = self.run.samples_of(name, mode)
+        aa, *arms = (round_ratios(samples, arm) for arm in (AGAIN, *(arm.name for arm in self.plan.compared)))
+        planned = plan_rounds(aa, statistics.median(seconds), self.plan.margin, self.plan.budget, arms)
         self.run.case_facts(name, **{key: planned.as_dict()})
         self._tick(name, mode, len(aa), planned.rounds, str(planned))
         self._time_rounds(step, timer, mode, finite, planned.rounds)

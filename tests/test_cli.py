@@ -232,3 +232,8 @@ def test_no_terminal_encoding_costs_the_output(tmp_path, locale):
     )
     assert done.returncode in (0, 1, 3), done.stderr
     assert b"zeros us" in done.stdout
+
+
+def test_the_package_runs_as_a_module():
+    made = subprocess.run([sys.executable, "-m", "kvlab", "models"], capture_output=True, text=True, check=True)
+    assert "tiny-dense" in made.stdout

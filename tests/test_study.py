@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvlab.errors import CapacityError, CaseError, FillError, RunError, StudyError
+from kvlab.errors import CapacityError, CaseError, EngineError, FillError, RunError, StudyError
 from kvlab.kv.fills import parse_fill
 from kvlab.pilot import PILOT_ROUNDS
 from kvlab.run import open_run
@@ -155,6 +155,28 @@ def test_bad_input_is_refused_before_anything_is_measured(hand_engine, tmp_path)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
     assert hand_engine.forwards == 0
+
+
+@pytest.mark.parametrize("error", [FillError("no"), KeyboardInterrupt(), ZeroDivisionError(), EngineError("failed")])
+@pytest.mark.parametrize("where", ["examine", "make_timer", "measure_round", "rest_of"])
+def test_whatever_ends_a_case_its_step_is_closed_and_the_engine_serves_the_next(
+    hand_engine, simulated_clock, monkeypatch, tmp_path, error, where
+):
+    def fail(*_, **__):
+        raise error
+
+    simulated_clock(steady())
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvlab.study.{where}", fail)
+        if isinstance(error, EngineError):
+            run = check(hand_engine, ["d=1@40"], rounds=6, out=tmp_path / "failed")
+            assert list(run.verdicts["verdict"]) == ["invalid"]
+            run.close()
+        else:
+            with pytest.raises(type(error)):
+                check(hand_engine, ["d=1@40"], rounds=6, out=tmp_path / "failed")
+    run = check(hand_engine, ["d=1@40"], rounds=20, out=tmp_path / "run")
+    assert list(run.verdicts["verdict"]) == ["equivalent"]
 
 
 def test_a_nan_in_an_output_makes_the_case_invalid_before_any_time(hand_engine, simulated_clock, tmp_path):

@@ -26,10 +26,12 @@ class Timer(ABC):
     Attributes:
         kind: `cuda_graph_events` or `cpu_clock`, stored with the run.
         mode: `isolated` or `sustained`; a clock that knows no difference is `isolated`.
+        rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
     """
 
     kind: str
     mode = "isolated"
+    rest = 0.0
 
     @abstractmethod
     def time(self, count: int) -> list[float]:
@@ -94,7 +96,7 @@ class _Lane:
 class GraphTimer(Timer):
     """CUDA graph replays.
 
-    `isolated` waits for each replay before it launches the next. `sustained` keeps one replay queued behind the one
+    `isolated` waits for each replay before it launches the next, and rests in between where `rest` says so. `sustained` keeps one replay queued behind the one
     that runs: two graphs of the same step, each with its own events, take turns, so the GPU never idles.
 
     Attributes:
@@ -129,6 +131,8 @@ class GraphTimer(Timer):
             for _ in range(count):
                 lane.graph.replay()
                 times.append(lane.elapsed_us())
+                if self.rest:
+                    time.sleep(self.rest * times[-1] / 1e6)
             return times
         times = []
         self._lanes[0].graph.replay()

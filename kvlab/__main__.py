@@ -1,0 +1,7 @@
+"""Layer 6: `python -m kvlab`."""
+
+import sys
+
+from kvlab.cli import main
+
+sys.exit(main())
