@@ -166,6 +166,8 @@ def test_whatever_ends_a_case_its_step_is_closed_and_the_engine_serves_the_next(
         raise error
 
     simulated_clock(steady())
+    steps, prepare = [], hand_engine.prepare
+    monkeypatch.setattr(hand_engine, "prepare", lambda *args: steps.append(prepare(*args)) or steps[-1])
     with monkeypatch.context() as patch:
         patch.setattr(f"kvlab.study.{where}", fail)
         if isinstance(error, EngineError):
@@ -175,6 +177,7 @@ def test_whatever_ends_a_case_its_step_is_closed_and_the_engine_serves_the_next(
         else:
             with pytest.raises(type(error)):
                 check(hand_engine, ["d=1@40"], rounds=6, out=tmp_path / "failed")
+    assert [step.closed for step in steps] == [True]
     run = check(hand_engine, ["d=1@40"], rounds=20, out=tmp_path / "run")
     assert list(run.verdicts["verdict"]) == ["equivalent"]
 
