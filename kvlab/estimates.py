@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from kvlab.clusters import clustered_interval
 from kvlab.errors import StudyError
-from kvlab.intervals import Floats, block_variance, bootstrap_interval, checked, hodges_lehmann, student_quantile
+from kvlab.intervals import Floats, bootstrap_interval, checked, hodges_lehmann, student_quantile
 
 BASELINE = "zeros"
 
@@ -31,6 +32,8 @@ class Estimate:
         ci90: 90 % interval as relative gaps (lo, hi); (-1, inf) for a single round.
         sd: standard deviation of the per-round log ratios; 0 for a single round.
         n: rounds.
+        df: degrees of freedom of the interval's Student quantile.
+        processes: that timed the rounds.
     """
 
     log_gap: float
@@ -38,6 +41,8 @@ class Estimate:
     ci90: tuple[float, float]
     sd: float
     n: int
+    df: float
+    processes: int = 1
 
     @property
     def log_ci90(self) -> tuple[float, float]:
@@ -61,7 +66,7 @@ class Estimate:
         """Of theta, with what correlation and outliers do to it; inf for a single round."""
         if self.n == 1:
             return math.inf
-        return self.half_width / student_quantile(0.05, block_variance(self.n)[1])
+        return self.half_width / student_quantile(0.05, self.df)
 
     @property
     def nonzero(self) -> bool:
@@ -82,17 +87,39 @@ class Estimate:
         return f"{self.gap:+.2%} (90% interval {self.ci90[0]:+.2%} to {self.ci90[1]:+.2%}, {self.n} rounds)"
 
 
-def estimate(log_ratios: ArrayLike) -> Estimate:
+def estimate(log_ratios: ArrayLike, processes: ArrayLike | None = None) -> Estimate:
     """The gap that per-round log ratios [rounds] show, in round order.
+
+    Args:
+        processes: of each round, which process timed it; one for all where absent.
 
     Raises:
         StudyError: for no values, or any that is not finite.
     """
     values = checked(log_ratios)
     theta = hodges_lehmann(values)
-    lo, hi = bootstrap_interval(values)
+    each = np.zeros(len(values), int) if processes is None else np.asarray(processes)
+    lo, hi, df = clustered_interval(values, each)
     sd = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    return Estimate(theta, math.expm1(theta), (math.expm1(lo), math.expm1(hi)), sd, len(values))
+    ci90 = math.expm1(lo), math.expm1(hi)
+    return Estimate(theta, math.expm1(theta), ci90, sd, len(values), df, len(np.unique(each)))
+
+
+def arm_estimate(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Estimate:
+    """The gap of an arm, clustered by process where the samples say which timed each round.
+
+    Args:
+        samples: as for `round_ratios`.
+
+    Raises:
+        StudyError: as `round_ratios`.
+    """
+    table = round_table(samples)
+    ratios = table_ratios(table, arm, baseline)
+    if "process" not in samples:
+        return estimate(ratios)
+    process = samples.groupby("round")["process"].first()
+    return estimate(ratios, process[table[[arm, baseline]].dropna().index])
 
 
 def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:

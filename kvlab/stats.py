@@ -17,10 +17,9 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from kvlab.errors import StudyError
-from kvlab.estimates import BASELINE, Estimate, estimate, position_bias, round_ratios, round_table, table_ratios
+from kvlab.estimates import BASELINE, Estimate, arm_estimate, estimate, position_bias, round_ratios
 from kvlab.intervals import (
     Floats,
-    block_variance,
     bootstrap_interval,
     checked,
     hodges_lehmann,
@@ -35,6 +34,7 @@ __all__ = [
     "Decision",
     "Estimate",
     "all_within",
+    "arm_estimate",
     "bootstrap_interval",
     "decide",
     "estimate",
@@ -131,8 +131,7 @@ def decide(
         StudyError: as `round_ratios`, or for a margin out of range.
     """
     _check_margin(margin)
-    table = round_table(samples)
-    gap, aa = (estimate(table_ratios(table, name)) for name in (arm, AGAIN))
+    gap, aa = (arm_estimate(samples, name) for name in (arm, AGAIN))
     faults = []
     for name in dict.fromkeys((arm, BASELINE, AGAIN)):
         if finite is not None and not finite.get(name, True):
@@ -184,27 +183,29 @@ def all_within(decisions: Iterable[Decision]) -> bool:
     return all(v == "equivalent" for v in verdicts)
 
 
-def p_different(log_ratios: ArrayLike, margin: float) -> float:
+def p_different(measured: Estimate | ArrayLike, margin: float) -> float:
     """p-value of "|theta| is at most log(1 + margin)", for `holm`; at most 0.05 only where the interval says different.
 
     Student's tail with the interval's own standard error and degrees of freedom; 1 for a single round.
+
+    Args:
+        measured: an estimate, or log ratios [rounds] of one process.
 
     Raises:
         StudyError: as `estimate`, or for a margin out of range (0 asks whether the gap is zero).
     """
     if margin != 0:
         _check_margin(margin)
-    e = estimate(log_ratios)
+    e = measured if isinstance(measured, Estimate) else estimate(measured)
     if e.n == 1:
         return 1.0
     size, delta = abs(e.log_gap), math.log1p(margin)
     lo, hi = e.log_ci90
-    _, df = block_variance(e.n)
     # The side that faces zero: with it p = 0.05 falls where the interval leaves the margin.
-    error = (e.log_gap - lo if e.log_gap > 0 else hi - e.log_gap) / student_quantile(0.05, df)
+    error = (e.log_gap - lo if e.log_gap > 0 else hi - e.log_gap) / student_quantile(0.05, e.df)
     if error == 0:
         return 0.0 if size > delta else 1.0
-    return min(1.0, student_tail((size - delta) / error, df) + student_tail((size + delta) / error, df))
+    return min(1.0, student_tail((size - delta) / error, e.df) + student_tail((size + delta) / error, e.df))
 
 
 def holm(p_values: ArrayLike) -> Floats:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvlab.causes import find_cause, gap_in_cycles
 from kvlab.errors import KvlabError
-from kvlab.stats import BASELINE, Estimate, estimate, p_different, round_ratios
+from kvlab.stats import BASELINE, Estimate, arm_estimate, p_different
 
 Interval: TypeAlias = tuple[float, float]
 
@@ -26,14 +26,14 @@ class Measured:
     def estimate(self, arm: str) -> Estimate | None:
         """The gap of an arm; None while no round holds both arms."""
         try:
-            return estimate(round_ratios(self.samples, arm))
+            return arm_estimate(self.samples, arm)
         except KvlabError:
             return None
 
     def p(self, arm: str, margin: float) -> float | None:
         """Of "the gap is within the margin"."""
         try:
-            return p_different(round_ratios(self.samples, arm), margin)
+            return p_different(arm_estimate(self.samples, arm), margin)
         except KvlabError:
             return None
 
