@@ -5,7 +5,8 @@
 
 Two groups of layers lie over one buffer and share one pool, as in vLLM, so that no two requests' blocks of a group are
 adjacent. The plain way draws and encodes values layer by layer and request by request; `zero_` and `normal_` write as
-many bytes in one piece. Times are whole calls, from the host's first line until the device is done; medians.
+many bytes in one piece. kvlab repeats a fill that it has planned, as a study's step does; `without a plan` each call
+works it out anew. Times are whole calls, from the host's first line until the device is done; medians.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from kvlab.cases import Case, Request
 from kvlab.kv.batch import Batch, build_batch
 from kvlab.kv.draws import draw_method
-from kvlab.kv.fills import fill_kv_blocks
+from kvlab.kv.fills import FillPlans, fill_kv_blocks
 from kvlab.kv.formats import DeepseekV4Format, Format, Fp8DsMlaFormat, Fp8Format, IndexerFormat, RawFormat
 from kvlab.kv.views import layer_tensors
 
@@ -86,9 +87,9 @@ class World:
         owned = sum(end - begin for ranges in self.batch.group_block_ranges for begin, end in ranges)
         return owned * len(self.groups[0].layer_names) * block.numel() * block.element_size()
 
-    def fill(self, text: str) -> None:
+    def fill(self, text: str, plans: FillPlans | None = None) -> None:
         formats = dict.fromkeys(self.kv_caches, self.fmt)
-        fill_kv_blocks(self.kv_caches, self.groups, self.batch, self.num_blocks, text, formats=formats)
+        fill_kv_blocks(self.kv_caches, self.groups, self.batch, self.num_blocks, text, formats=formats, plans=plans)
 
     def plain(self) -> None:
         for layer in layer_tensors(self.kv_caches, self.groups, self.num_blocks, 0):
@@ -143,7 +144,8 @@ def main() -> None:
         values = token * (world.fmt.width if hasattr(world.fmt, "width") else 1)
         show(f"{layout}: values, then encode", world.plain, size, values, 1)
         for text in ("random", "random(zero_fraction=0.25)", "zeros") if layout in MASKED else ("random",):
-            show(f"{layout}: kvlab {text}", partial(world.fill, text), size, values)
+            show(f"{layout}: kvlab {text}", partial(world.fill, text, FillPlans()), size, values)
+        show(f"{layout}: kvlab random, without a plan", partial(world.fill, "random"), size, values)
         del world
 
 

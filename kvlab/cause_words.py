@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvlab.kernel_names import SELECTION
 
 if TYPE_CHECKING:
-    from kvlab.causes import Cause
+    from kvlab.causes import Cause, Part
+    from kvlab.estimates import Estimate
 
 # Of the gap: what explains this much is the cause; what explains the second much is named beside it.
 MAIN, BESIDE = 0.5, 0.2
@@ -40,7 +41,7 @@ def cause_sentence(
     gap_us = step * cause.gap.gap
     who = "Random KV" if arm == "random" else f"KV of {arm}"
     than = "" if baseline == "zeros" else f" than {baseline}"
-    pace = f"{who} is {gap.lstrip('+-')} {'slower' if gap_us > 0 else 'faster'}{than}"
+    pace = f"{who} is {gap.lstrip('+-')} {'slower' if gap_us > 0 else 'faster'}{than} ({_size(gap_us)})"
     # The roles that carry the gap, the largest first.
     carried = {role: us for role, us in cause.roles.items() if us * gap_us > 0 and abs(us) >= 0.05 * abs(gap_us)}
     carried = dict(sorted(carried.items(), key=lambda item: -abs(item[1])))
@@ -49,24 +50,65 @@ def cause_sentence(
     if kind == "cancelling":
         text = _cancelling(cause, movers, gap)
     elif kind == "routing":
-        moe = f", MoE {duration(cause.roles['MoE'])} of {duration(gap_us)}" if "MoE" in cause.roles else ""
+        moe = f" and {_takes(cause, ['MoE'])}" if "MoE" in cause.roles else ""
         moved = f"{100 * (cause.routing or 0):.0f} %"
         text = f"{pace}: {moved} of the tokens went to other experts{moe}, so the cause is the routing and not the KV"
     elif kind == "clocks":
-        lead = next((f"{role} {duration(us)} of {duration(gap_us)}, " for role, us in carried.items()), "")
+        lead = f"{_takes(cause, [next(iter(carried))])}, " if carried else ""
         text = f"{pace}: {lead}{_clocks(cause)}; {_in_cycles(cause)}"
     elif kind == "selection":
-        parts = ", ".join(f"{role} {duration(us)}" for role, us in carried.items() if role in SELECTION)
-        text = f"{pace}: {parts} of {duration(gap_us)}, so the cause is which tokens the indexer's scores select"
+        parts = _takes(cause, [role for role in carried if role in SELECTION])
+        if not cause.roles and cause.indexer_cycles:
+            parts = f"the indexer's contents make {_estimate(cause.indexer_cycles)} in cycles"
+        text = f"{pace}: {parts}, so the cause is the selection of tokens by the indexer's scores"
         if cause.clocks and abs(cause.clocks.us) >= BESIDE * abs(gap_us):
-            text += f"; the clock adds {duration(cause.clocks.us)}, {_clocks(cause)}"
+            text += f"; {_clocks(cause)} all else takes {_part(cause.clocks)}"
     elif kind == "kernels":
-        role, us = max(movers.items(), key=lambda item: item[1] * gap_us)
-        cycles = f", in cycles {percent(cause.cycles.gap)}" if cause.cycles else ""
-        text = f"{pace}: {role} {duration(us)} of {duration(gap_us)}{cycles}, so their work depends on the contents"
+        role, _ = max(movers.items(), key=lambda item: item[1] * gap_us)
+        cycles = f"; in cycles the gap is {_estimate(cause.cycles)}" if cause.cycles else ""
+        text = f"{pace}: {_takes(cause, [role])}{cycles}, so their work depends on the contents"
     else:
         text = f"{pace}{_aside(cause)}, and the cause is not known: {_missing(cause, routing)}"
     return f"{text}{_effects(cause)}."
+
+
+def _takes(cause: Cause, roles: Sequence[str]) -> str:
+    """What kernels of some roles take more or less: `top-k takes 24 ± 1 us less (90 %, 3 profiled replays)`."""
+    told: list[str] = []
+    for role in roles:
+        us, half = _gap(cause, role)
+        told.append(f"{role} {'' if told else 'takes '}{_size(us, half)} {_way(us)}")
+    over = f" (90 %, {cause.profiled})" if any("±" in each for each in told) else ""
+    return ", ".join(told) + over
+
+
+def _part(part: Part) -> str:
+    """`5.1 ms more (4.5 to 8.0)`."""
+    said = f"{_size(part.us)} {_way(part.us)}"
+    if part.ci90 is None:
+        return said
+    # Both ends as the part is signed; what is left of 0 is then a minus.
+    ends = sorted(math.copysign(1, part.us) * end for end in part.ci90)
+    scale, digits, _ = _unit(part.us)
+    return f"{said} (90 %: {' to '.join(f'{end / scale:,.{digits}f}' for end in ends)})"
+
+
+def _estimate(found: Estimate) -> str:
+    interval = f" (90 %: {' to '.join(map(percent, found.ci90))})" if found.n > 1 else ""
+    return f"{percent(found.gap)}{interval}"
+
+
+def _size(us: float, half: float = 0.0) -> str:
+    """Without a sign, and with the half-width of its interval where that shows: `24 ± 1 us`."""
+    scale, digits, unit = _unit(us)
+    # One digit more of milliseconds where the interval shows then.
+    digits += bool(unit == "ms" and 0.005 <= half / scale < 0.05)
+    number, width = (f"{abs(value) / scale:,.{digits}f}" for value in (us, half))
+    return f"{number} ± {width} {unit}" if float(width.replace(",", "")) else f"{number} {unit}"
+
+
+def _way(us: float) -> str:
+    return "more" if us > 0 else "less"
 
 
 def _no_gap(cause: Cause, gap: str, floor: float) -> str:
@@ -84,10 +126,25 @@ def _cancelling(cause: Cause, movers: Mapping[str, float], gap: str) -> str:
     other = next(name for name in order if movers[name] * movers[first] < 0)
     names = [name if name == "selection" or not _by_power(cause, movers[name]) else "power" for name in (first, other)]
     much = "" if abs(sum(movers.values())) <= MAIN * abs(movers[first]) else " in part"
-    parts = ", ".join(f"{role} {duration(us)}" for role, us in (_leading(cause, n, movers[n]) for n in (first, other)))
-    clock = f", {_clocks(cause)}" if "power" in names else ""
     head = f"{names[0][0].upper()}{names[0][1:]} and {names[1]} cancel{much}"
+    if sorted(names) == ["power", "selection"] and cause.clocks:
+        chosen, powered = (movers["selection"], movers[other if first == "selection" else first])
+        slowed = [name for name in order if name != "selection" and movers[name] * powered > 0][:2]
+        most = ", of it ".join(("", " and ".join(f"{name} {_size(*_gap(cause, name))}" for name in slowed)))
+        told = {
+            "selection": _takes(cause, [_leading(cause, "selection", chosen)]),
+            "power": f"{_clocks(cause)} all else takes {_part(cause.clocks)}{most}",
+        }
+        return f"{head}: {told[names[0]]}; {told[names[1]]}; the whole step {_estimate(cause.gap)}"
+    parts = _takes(cause, [_leading(cause, name, movers[name]) for name in (first, other)])
+    clock = f", {_clocks(cause)}" if "power" in names else ""
     return f"{head}: {parts}{clock}; the whole step {gap}"
+
+
+def _gap(cause: Cause, role: str) -> tuple[float, float]:
+    """Of a role, and half the width of its interval; 0 where there is none."""
+    lo, hi = cause.role_ci90.get(role, (0.0, 0.0))
+    return cause.roles[role], (hi - lo) / 2
 
 
 def _by_power(cause: Cause, us: float) -> bool:
@@ -95,13 +152,9 @@ def _by_power(cause: Cause, us: float) -> bool:
     return cause.mhz is not None and bool(cause.clocks and cause.clocks.us) and (cause.mhz[0] - cause.mhz[1]) * us > 0
 
 
-def _leading(cause: Cause, name: str, us: float) -> tuple[str, float]:
-    """The role to name, and its microseconds: of selection the one that moved most its way."""
-    if name != "selection":
-        return name, us
-    roles = {role: cause.roles.get(role, 0.0) for role in SELECTION}
-    role = max(roles, key=lambda role: roles[role] * us)
-    return role, roles[role]
+def _leading(cause: Cause, name: str, us: float) -> str:
+    """The role to name: of selection the one that moved most its way."""
+    return max(SELECTION, key=lambda role: cause.roles.get(role, 0.0) * us) if name == "selection" else name
 
 
 def _clocks(cause: Cause) -> str:
@@ -130,8 +183,12 @@ def _in_cycles(cause: Cause) -> str:
     assert cause.mhz is not None
     cycles = cause.cycles
     if cycles is None or cycles.log_gap * cause.gap.log_gap >= 0 or abs(cycles.log_gap) <= abs(cause.gap.log_gap):
-        found = f"in cycles the gap is {percent(cycles.gap)}, so " if cycles else ""
-        return f"{found}the cause is the clock"
+        if cycles is None:
+            return "the cause is the clock"
+        ends = (end * math.copysign(1, cause.gap.gap) for end in cycles.ci90)
+        if cycles.n > 1 and max(ends) >= MAIN * abs(cause.gap.gap):
+            return f"in cycles the gap is {_estimate(cycles)}: likely the clock, but the interval leaves room for more"
+        return f"in cycles the gap is {_estimate(cycles)}, so the cause is the clock"
     # Fewer cycles at the lower clock: the step waits for something that has a clock of its own.
     could = percent(cause.mhz[0] / cause.mhz[1] - 1)
     return f"that change alone could make {could}, so the cause is the clock, for which the step waits only in part"
@@ -140,7 +197,10 @@ def _in_cycles(cause: Cause) -> str:
 def _effects(cause: Cause) -> str:
     if cause.indexer is None or cause.kv is None:
         return ""
-    return f"; the indexer's contents make {percent(cause.indexer.gap)}, the rest's {percent(cause.kv.gap)}"
+    cycles = ""
+    if cause.indexer_cycles and cause.kv_cycles and cause.clocks and cause.clocks.us:
+        cycles = f" (in cycles {percent(cause.indexer_cycles.gap)} and {percent(cause.kv_cycles.gap)})"
+    return f"; the indexer's contents make {percent(cause.indexer.gap)}, the KV's {percent(cause.kv.gap)}{cycles}"
 
 
 def percent(share: float) -> str:
@@ -151,6 +211,12 @@ def percent(share: float) -> str:
 
 def duration(us: float) -> str:
     """Signed microseconds, or milliseconds from 1,000 us on: +250 us, -6.6 ms."""
+    scale, digits, unit = _unit(us)
+    return f"{us / scale:+,.{digits}f} {unit}"
+
+
+def _unit(us: float) -> tuple[float, int, str]:
+    """Divisor, digits after the point and name of the unit that a duration is told in."""
     if abs(us) >= 999.5:
-        return f"{us / 1e3:+,.1f} ms"
-    return f"{us:+.0f} us" if abs(us) >= 9.95 else f"{us:+.1f} us"
+        return 1e3, 1, "ms"
+    return 1.0, 0 if abs(us) >= 9.95 else 1, "us"

@@ -1,15 +1,19 @@
 """Layer 4: why contents move a step's time, pure: parts in microseconds, and one sentence that follows from them.
 
-Three causes are told apart. Selection: sparse attention scores and chooses tokens by what the indexer's cache holds.
-Clocks: contents that toggle more bits draw more power, and at the limit the clock falls; the gap in cycles (time x
-clock) is then smaller than the gap in time. Routing: attention's output feeds the gates of the experts.
+Three causes are told apart. Selection: sparse attention chooses tokens (top-k) and finds them (gather) by what the
+indexer's cache holds; computing the scores is the same work whatever they are. Clocks: contents that toggle more bits
+draw more power, and at the limit the clock falls; the gap in cycles (time x clock) is then smaller than the gap in
+time. Routing: attention's output feeds the gates of the experts.
+
+Kernels say how much is selection: their gaps carry Welch intervals over the profiled replays, which are few and share
+their moment. Rounds say the rest: the gap less the selection, and what the change of clock could make at most. The 2x2
+of the cache's roles checks both without a profile: in cycles the KV's contents have no effect where it is the clock.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,8 +21,10 @@ import pandas as pd
 
 from kvlab.cause_words import CLOCK_MOVED, MAIN, cause_sentence
 from kvlab.estimates import BASELINE, Estimate, estimate, round_ratios, round_table, table_ratios
-from kvlab.kernel_gaps import TOTAL, kernel_gap_table
+from kvlab.intervals import Floats
+from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
 from kvlab.kernel_names import MOE, REST, SELECTION
+from kvlab.role_effects import role_effects
 
 __all__ = ["Cause", "Part", "find_cause", "gap_in_cycles", "kernel_gap_table"]
 
@@ -38,10 +44,12 @@ class Part:
     Attributes:
         us: microseconds of one step, signed like the gap.
         of_step: of the baseline's time.
+        ci90: interval of `us`; None where it is not known.
     """
 
     us: float
     of_step: float
+    ci90: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,18 @@ class Cause:
         aa: the baseline again against the baseline; None without that arm.
         cycles: the gap in cycles; None without clocks.
         mhz, watts: of the baseline and of the arm; None where they were not read.
-        selection: top-k, indexer scores and gathers together; None without kernels.
-        clocks: what of the rest of the gap the change of clock can explain: at most all of it, and all of it where
-            the step waits for memory and the clock fell by more; None without clocks.
+        selection: top-k and gathers together, with the interval of the profiled replays; without kernels the effect of
+            the indexer's contents in cycles, with the interval of the rounds; None without that too.
+        clocks: what of the rest of the gap the change of clock can explain: all of it, with the intervals of the gap
+            and of the selection together, where the change could make more (the step waits for memory in part); else
+            what the change could make, with the interval of the rounds' clocks. None without clocks.
         routing: share of the tokens that went to other experts; None where nobody looked.
         other: what neither selection nor clocks explain.
         roles: role -> microseconds by which its kernels moved; empty without kernels.
+        role_ci90: role -> interval of that, of the roles that have one (`kvlab.kernel_gaps.kernel_gap_table`).
+        profiled: what those intervals are over, `3 profiled replays`, say.
         indexer, kv: main effects of the contents of the two roles of the cache, from the 2x2 of arms; None without it.
+        indexer_cycles, kv_cycles: the same of time x clock; None without clocks too.
         interaction: by how much both together do more than each alone, in log ratios.
     """
 
@@ -78,8 +91,12 @@ class Cause:
     routing: float | None = None
     other: Part | None = None
     roles: Mapping[str, float] = field(default_factory=dict)
+    role_ci90: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    profiled: str = ""
     indexer: Estimate | None = None
     kv: Estimate | None = None
+    indexer_cycles: Estimate | None = None
+    kv_cycles: Estimate | None = None
     interaction: Estimate | None = None
 
 
@@ -109,30 +126,39 @@ def find_cause(
     step = float(samples.loc[samples["arm"] == baseline, "us"].median())
     kernels, telemetry = _of_same_step(kernels, samples), _of_same_step(telemetry, samples)
     roles = _by_role(kernels, arm, baseline)
+    us = round_table(samples)
+    clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
     mhz = _by_arm("sm_mhz", arm, baseline, telemetry, samples)
-    selected = float(roles.loc[roles.index.isin(SELECTION), "gap_us"].sum())
-    left = step * gap.gap - selected
-    clocked = 0.0
+    indexer, kv, interaction = role_effects(us, arm, baseline)
+    indexer_cycles, kv_cycles, _ = (None,) * 3 if clocks is None else role_effects(us * clocks, arm, baseline)
+    selection = _selection(roles, indexer_cycles, step)
+    left = step * gap.gap - selection.us
+    clocked = Part(0.0, 0.0)
     if mhz is not None and abs(mhz[1] / mhz[0] - 1) >= CLOCK_MOVED:
-        # At the baseline's clock a step that waits for the clock alone would have taken this much less.
-        could = step * (1 + gap.gap) * (1 - mhz[1] / mhz[0])
-        clocked = math.copysign(min(abs(could), abs(left)), left) if could * left > 0 else 0.0
-    indexer, kv, interaction = _effects(samples, arm, baseline)
+        clocked = _clocked(step, gap, selection, mhz, None if clocks is None else table_ratios(clocks, arm, baseline))
     cause = Cause(
         kind="unknown",
         sentence="",
         gap=gap,
         aa=estimate(round_ratios(samples, AGAIN, baseline)) if AGAIN in set(samples["arm"]) else None,
-        cycles=gap_in_cycles(samples, arm, baseline, telemetry),
+        cycles=None if clocks is None else estimate(table_ratios(us * clocks, arm, baseline)),
         mhz=mhz,
         watts=_by_arm("watts", arm, baseline, telemetry, samples),
-        selection=None if roles.empty else Part(selected, selected / step),
-        clocks=None if mhz is None else Part(clocked, clocked / step),
+        selection=selection if len(roles) or selection.us else None,
+        clocks=None if mhz is None else clocked,
         routing=routing_moved,
-        other=Part(left - clocked, (left - clocked) / step),
+        other=Part(left - clocked.us, (left - clocked.us) / step),
         roles={str(role): float(us) for role, us in roles["gap_us"].items()},
+        role_ci90={
+            str(role): (float(us - half), float(us + half))
+            for role, us, half in roles.itertuples()
+            if math.isfinite(half)
+        },
+        profiled="" if roles.empty else profiled_samples(kernels, arm, baseline),
         indexer=indexer,
         kv=kv,
+        indexer_cycles=indexer_cycles,
+        kv_cycles=kv_cycles,
         interaction=interaction,
     )
     movers = _movers(roles, _by_role(kernels, AGAIN, baseline), step)
@@ -158,14 +184,47 @@ def gap_in_cycles(
         StudyError: as `round_ratios`.
     """
     us = round_table(samples)
-    for source in (telemetry, samples):
+    clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
+    return None if clocks is None else estimate(table_ratios(us * clocks, arm, baseline))
+
+
+def _round_clocks(us: pd.DataFrame, arms: tuple[str, str], *sources: pd.DataFrame | None) -> pd.DataFrame | None:
+    """MHz as `us` has microseconds (round x arm), from the first source with a round that has both arms."""
+    for source in sources:
         if source is None or not {"round", "arm", "sm_mhz"} <= set(source) or source["sm_mhz"].isna().all():
             continue
         mhz = source.groupby(["round", "arm"], observed=True)["sm_mhz"].median().unstack("arm")
-        cycles = us * mhz.reindex(index=us.index, columns=us.columns)
-        if cycles.get([baseline, arm], pd.DataFrame()).notna().all(axis=1).any():
-            return estimate(table_ratios(cycles, arm, baseline))
+        mhz = mhz.reindex(index=us.index, columns=us.columns)
+        if (us * mhz).get([*arms], pd.DataFrame()).notna().all(axis=1).any():
+            return mhz
     return None
+
+
+def _selection(roles: pd.DataFrame, indexer_cycles: Estimate | None, step: float) -> Part:
+    """By the kernels, else by the 2x2: what the indexer's contents make once the clock is taken out."""
+    if roles.empty and indexer_cycles is not None and indexer_cycles.nonzero:
+        gap, (lo, hi) = indexer_cycles.gap, indexer_cycles.ci90
+        return Part(step * gap, gap, (step * lo, step * hi))
+    chosen = roles[roles.index.isin(SELECTION)]
+    us, half = float(chosen["gap_us"].sum()), float(np.sqrt((chosen["half_us"] ** 2).sum(skipna=False)))
+    return Part(us, us / step, (us - half, us + half) if len(chosen) and math.isfinite(half) else None)
+
+
+def _clocked(step: float, gap: Estimate, selection: Part, mhz: tuple[float, float], ratios: Floats | None) -> Part:
+    """What of the gap beyond selection a change of clock explains; `ratios` are the rounds' log(MHz / baseline's)."""
+    us, ends = step * gap.gap, [step * end for end in gap.ci90]
+    left = us - selection.us
+    # At the baseline's clock a step that waits for the clock alone would have taken this much less.
+    could = step * (1 + gap.gap) * (1 - mhz[1] / mhz[0])
+    if could * left <= 0:
+        return Part(0.0, 0.0)
+    if abs(left) <= abs(could):
+        half = 0.0 if selection.ci90 is None else (selection.ci90[1] - selection.ci90[0]) / 2
+        found, interval = left, (left - math.hypot(us - ends[0], half), left + math.hypot(ends[1] - us, half))
+    else:
+        ratio = (-math.inf, math.inf) if ratios is None else estimate(ratios).ci90
+        found, interval = could, (step * (1 + gap.gap) * -ratio[1], step * (1 + gap.gap) * -ratio[0])
+    return Part(found, found / step, interval if all(map(math.isfinite, interval)) else None)
 
 
 def _of_same_step(table: pd.DataFrame | None, samples: pd.DataFrame) -> pd.DataFrame:
@@ -213,33 +272,6 @@ def _by_arm(
             medians = source.groupby("arm", observed=True)[column].median().reindex([baseline, arm])
             if medians.notna().all() and (medians > 0).all():
                 return float(medians.iloc[0]), float(medians.iloc[1])
-    return None
-
-
-def _effects(
-    samples: pd.DataFrame, arm: str, baseline: str
-) -> tuple[Estimate, Estimate, Estimate] | tuple[None, None, None]:
-    """Main effects of the indexer's and of the KV's contents, and their interaction, per round in log ratios."""
-    table = round_table(samples)
-    kv_alone, indexer_alone = (_mix(table.columns, *pair) for pair in ((arm, baseline), (baseline, arm)))
-    if kv_alone is None or indexer_alone is None or kv_alone == indexer_alone:
-        return None, None, None
-    logs = np.log(table[[baseline, arm, kv_alone, indexer_alone]].dropna().to_numpy(float).T)
-    if not logs.size:
-        return None, None, None
-    both, kv, indexer = logs[1:] - logs[0]
-    return estimate((indexer + both - kv) / 2), estimate((kv + both - indexer) / 2), estimate(both - kv - indexer)
-
-
-def _mix(arms: Iterable[str], kv: str, indexer: str) -> str | None:
-    """The arm `mix(kv=..., indexer=...)` among others."""
-    wanted = {f"kv={kv}", f"indexer={indexer}"}
-    for arm in arms:
-        # A comma within brackets belongs to a part, as in random(std=0.5, zero_fraction=0.1).
-        if match := re.fullmatch(r"mix\((.*)\)", arm.replace(" ", "")):
-            parts = re.split(r",(?![^(]*\))", match[1])
-            if set(parts) == {part.replace(" ", "") for part in wanted}:
-                return arm
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,9 @@ class Examination:
     @property
     def facts(self) -> dict[str, Any]:
         """What a run stores of it."""
-        loads = {"expert_loads": self.expert_loads} if self.expert_loads else {}
+        # As text: in columns, an expert load a layer and arm would be thousands. Arms that moved nothing are left out.
+        told = {arm: loads for arm, loads in self.expert_loads.items() if arm == BASELINE or self.routing_moved[arm]}
+        loads = {"expert_loads": json.dumps(told, separators=(",", ":"))} if told else {}
         return {"outside_writes": self.outside_writes, **loads}
 
 

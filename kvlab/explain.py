@@ -16,6 +16,7 @@ from kvlab.estimates import Estimate
 from kvlab.measure.kernels import profile_kernels
 from kvlab.measure.timer import Timer
 from kvlab.plan import BASELINE, Plan
+from kvlab.rounds import SETTLE_CAPPED_S, SETTLE_S
 from kvlab.run import Run
 from kvlab.selection import describe_selection, selection_overlap
 
@@ -35,6 +36,9 @@ def explain(
         `selection` (arm -> what sparse attention chose) where there is any.
     """
     case = step.case.name
+    # As long as in the rounds: under a cap, contents that draw more power slow down over a second.
+    capped = mode == "sustained" and bool(run.samples_of(case, mode)["throttled"].eq(True).any())
+    settle = SETTLE_S + SETTLE_CAPPED_S if capped else None
     profiles: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for arm in plan.arms:
@@ -42,7 +46,7 @@ def explain(
         # First: its forward is eager, and a profile begins with a replay that undoes it.
         if picked := step.selection():
             chosen[arm.name] = list(picked.values())[-1].cpu()
-        profile = profile_kernels(step, timer)
+        profile = profile_kernels(step, timer, settle_s=settle)
         profiles[arm.name] = profile.facts()
         run.add_kernels({"case": case, "mode": mode, "arm": arm.name, **row} for row in profile.rows)
     cause = find_cause(
@@ -61,15 +65,21 @@ def explain(
 def cause_record(cause: Cause) -> dict[str, Any]:
     """A cause as JSON: parts as `us` and `of_step`, estimates as `gap` and `ci90`."""
     fields = {name: getattr(cause, name) for name in cause.__dataclass_fields__ if name not in ("gap", "aa")}
-    return {name: _plain(value) for name, value in fields.items() if value is not None and value != {}}
+    return {name: _plain(value) for name, value in fields.items() if value is not None and value not in ({}, "")}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Estimate):
         return {"gap": value.gap, "ci90": value.listed_ci90}
     if isinstance(value, Part):
-        return asdict(value)
-    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+        return {name: _plain(of) for name, of in asdict(value).items() if of is not None}
+    return (
+        {k: _plain(v) for k, v in value.items()}
+        if isinstance(value, Mapping)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def context_lengths(step: Step) -> NDArray[np.int64]:

@@ -39,6 +39,8 @@ def kernel_gap_table(
     Raises:
         StudyError: when a column or an arm is missing, or rows of several cases or modes are mixed.
     """
+    if arm == baseline:
+        raise StudyError(f"the gap of {arm!r} against itself is asked for; give another arm")
     if by not in ("kernel", "role"):
         raise StudyError(f"a table of kernels by {by!r} is unknown; give kernel or role")
     rows = _checked(kernels, (baseline, arm))
@@ -63,6 +65,21 @@ def kernel_gap_table(
     table["share"] = table["gap_us"] / (sums["gap_us"] or math.nan)
     table["of_step"] = table["gap_us"] / (sums["baseline_us"] or math.nan)
     return table[[column for column in _COLUMNS if column in table]]
+
+
+def profiled_samples(kernels: pd.DataFrame, arm: str = "random", baseline: str = BASELINE) -> str:
+    """What the intervals of `kernel_gap_table` are over, `3 profiled replays` or `2 visits`; empty where they are not.
+
+    Args:
+        kernels, arm, baseline: as there.
+    """
+    rows = _checked(kernels, (baseline, arm))
+    visits, counts = False, []
+    for name in (baseline, arm):
+        of_arm = rows[rows["arm"] == name]
+        visits = visits or bool(of_arm.duplicated(["kernel", "role"]).any())
+        counts.append(max((len(each) for _, each in _by_key(of_arm, ["role"]).values()), default=0))
+    return f"{min(counts)} {'visits' if visits else 'profiled replays'}" if min(counts) > 1 else ""
 
 
 def _checked(kernels: pd.DataFrame, arms: tuple[str, str]) -> pd.DataFrame:

@@ -3,6 +3,10 @@
 C++ kernels come demangled, with template arguments and parameters, or mangled where the name is longer than 1,024
 characters (libkineto does not demangle those; FlashAttention-3's are). Triton's come as their functions are called,
 CuTe DSL's with the types of their arguments appended, CPU operators as `aten::mm`.
+
+Many of vLLM's Triton kernels are methods that are all called `kernel` (`VllmTritonJitKernel`): a profiler gives that
+name and no class, so they are one row, `kernel[unnamed]`, whose role is `other`. DeepSeek-V4.1's are its norms of q and
+kv, the inverse rotation of attention's output and, in a prefill, the merging of indices.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ CACHE_WRITE, STATE, COMMUNICATION, OTHER = "cache write", "state", "communicatio
 # Of no kernel: what a profile's kernels leave of the step.
 REST = "rest"
 
-# What selecting tokens costs in sparse attention: scoring the context, choosing from it, finding what was chosen.
-SELECTION = (TOPK, SCORES, GATHER)
+# What the choice of tokens costs in sparse attention: choosing, and finding what was chosen. Scoring is not of it: the
+# scores are computed for all tokens, whatever they hold.
+SELECTION = (TOPK, GATHER)
 
 # Tried in this order on the short name, letter case aside; the first that is found decides. Sources are files of
 # vLLM 0.33 (`csrc` by the symbols of its wheel) unless a project is named.
@@ -42,7 +47,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         CACHE_WRITE,
-        r"_and_cache|reshape_cache|insert|index_put|index_copy|(kv|k|quant|rope|mxfp4)_(cache_)?(write|store)_|write_cache"
+        r"_and_cache|reshape_cache|(?<!ropequant)insert|index_put|index_copy|(kv|k|quant|rope|mxfp4)_(cache_)?(write|store)_|write_cache"
         r"|fullcachekernel|store_sparse_attn|concatkvcache|kvcachefp8|_tq_fused_store|rope_cache|ultraquant_store"
         r"|(cache|window)_store|apply_write|kv_cache_scatter|dsmla|aten::scatter",
         "csrc/cache_kernels.cu, csrc/fused_*_insert*.cu, vllm/v1/attention/ops/triton_reshape_and_cache_flash.py",
@@ -52,9 +57,11 @@ RULES: tuple[tuple[str, str, str], ...] = (
         r"convert_req_index|remap|global_(index|topk|slot)|topk_(global|swa|ragged|indices|lens)|compact_.*topk|globalize"
         r"|localize|(expand|compact|pack)_.*ind(ex|ices)|(swa|sparse)_indices|cp_gather|cache_gather|and_gather"
         r"|gather_(k|kv|swa|prefill|page|cache|and_maybe|and_upconvert)|dequant_gather|kv_gather|vectorized_gather"
-        r"|index_?select|index_kernel_impl|_scatter_gather_elementwise|indexfunc|sparse_block_table|copy_page_indices"
-        r"|aten::(index|gather|take|take_along_dim|embedding)\b",
-        "vllm/v1/attention/backends/mla/sparse_utils.py, csrc/cache_kernels.cu; PyTorch's indexing",
+        r"|device_kernel\.tensorptrbf16gmem\w*o512i64"
+        r"|index_?select(?!smallindex|largeindex)|index_kernel_impl|_scatter_gather_elementwise|indexfunc"
+        r"|sparse_block_table|copy_page_indices|aten::(index|gather|take|take_along_dim)\b",
+        "vllm/v1/attention/backends/mla/sparse_utils.py, csrc/cache_kernels.cu, vllm/models/deepseek_v4/nvidia/ops/"
+        "dequant_gather_k_cutedsl.py; PyTorch's indexing, but for `indexSelect*Index`, which looks embeddings up",
     ),
     (
         STATE,
@@ -73,13 +80,19 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         TOPK,
-        r"top_?k(?!_topp)|kthvalue|radix_?(sort|find)|bitonicsort|segmented_?sort|withinkcounts|aten::sort\b",
-        "csrc/topk.cu, csrc/persistent_topk.cuh, csrc/cooperative_topk.cuh, csrc/sampler.cu, DeepSelect; torch.topk",
+        r"top_?k(?!_topp)|kthvalue|radix_?(sort|find)|bitonicsort|segmented_?sort|withinkcounts|kthcounts|digitcounts"
+        r"|digitcumsum|devicescanbykey|_candidates?_(flags_)?kernel|_candidates_strided_kernel|aten::sort\b",
+        "csrc/topk.cu, csrc/persistent_topk.cuh, csrc/cooperative_topk.cuh, csrc/sampler.cu, DeepSelect; torch.topk;"
+        " vllm/model_executor/kernels/attention/dsa/candidate_blocks.py",
     ),
     (
         NORM,
-        r"(?<!pre)norm|rotary|rope|quant|hadamard|fwht|cvt_fp16|_to_mxfp|convert_fp8|ue8m0|transpose_fp32",
-        "csrc/layernorm_kernels.cu, csrc/pos_encoding_kernels.cu, csrc/quantization/, DeepGEMM impls/smxx_layout.cuh",
+        r"(?<!pre)norm|rotary|rope|quant|hadamard|fwht|cvt_fp16|_to_mxfp|convert_fp8|ue8m0|transpose_fp32"
+        # Hyper-connections, which vLLM fuses with the norms; the indexer's rotated query, told by its int64 positions.
+        r"|_fused_q_kernel|\bmhc_|^_hc_head|device_kernel\.tensorptri64gmem",
+        "csrc/layernorm_kernels.cu, csrc/pos_encoding_kernels.cu, csrc/quantization/, DeepGEMM impls/smxx_layout.cuh,"
+        " vllm/models/deepseek_v32/common/kernels.py, vllm/model_executor/kernels/mhc/, vllm/models/deepseek_v4/nvidia/"
+        "ops/fused_indexer_q_cutedsl.py",
     ),
     (
         GEMM,
@@ -99,7 +112,7 @@ _WRAPPERS = re.compile(
 )
 _HIDDEN = re.compile(r"device_kernel|Kernel2?")
 # The same name in several places: the namespace tells them apart.
-_COMMON = re.compile(r"kernel|main_kernel|topk_kernel|fwd_kernel|bwd_kernel|Marlin|dispatch|combine|oneshot")
+_COMMON = re.compile(r"kernel|main_kernel|topk_kernel|fwd_kernel|bwd_kernel|fill|Marlin|dispatch|combine|oneshot")
 # Template arguments that say nothing: namespaces and single words, types, adaptors around the functor.
 _DULL = re.compile(
     r"[a-z]+\d*|.{1,2}|_GLOBAL__N_\w+|enable_\w+|\w+_t|sm\d+\w*|Array|BFloat16|Half|Float8\w+|__nv_\w+|__4|CUB_\w+"
@@ -109,6 +122,8 @@ _DULL = re.compile(
 )
 # CuTe DSL: what stands before a kernel's module and name, and the types of its arguments behind.
 _CUTE_PREFIX = re.compile(r"^kernel_cutlass_(device_)?(kernel_)?")
+# A kernel that is a function within a function has no module: the type of its first argument has to tell it.
+_CUTE_NAMELESS = re.compile(r"tensorptr[a-z]+\d+gmem(align\d+)?o\w*?(?=_|$)")
 _CUTE_TYPES = re.compile(r"_object_at_|_tensorptr|_tensor0+o|_(Copy|Mma)Atom|_TiledMMA|_TiledCopy")
 # `GemmType` of DeepGEMM (deep_gemm/common/types.cuh): all but 0 are of experts, or of batches.
 _GEMM_TYPE = re.compile(r"GemmType(?:\)|E)([1-6])\b|GemmTypeE([1-6])E")
@@ -147,6 +162,10 @@ def _shorten(name: str) -> str:
     path, arguments = _mangled(text) if text.startswith("_Z") else _demangled(text)
     own = path[-1] if path else text
     own = _CUTE_TYPES.split(_CUTE_PREFIX.sub("", own))[0]
+    if nameless := _CUTE_NAMELESS.match(own):
+        return f"device_kernel.{nameless[0]}"[:_LONGEST]
+    if text == "kernel":
+        return "kernel[unnamed]"
     if _COMMON.fullmatch(own) and len(path) > 1:
         own = f"{path[-2]}.{own}"
     words = [word for word in arguments if not _DULL.fullmatch(word)]
@@ -162,11 +181,14 @@ def _shorten(name: str) -> str:
 def _demangled(text: str) -> tuple[list[str], list[str]]:
     """Path (namespaces, then the name) of a C++ function, and the identifiers of its template arguments."""
     text = re.sub(r"\(anonymous namespace\)::|\{lambda[^}]*\}(::)?|\(\.\.\.\)", "", text)
-    depth, plain, inside = 0, [], []
+    depth, brackets, plain, inside = 0, 0, [], []
     for character in text:
-        if character == "<":
+        # Within brackets, as in `enable_if<((8)>(0))>`, < and > may be signs; brackets hold both or neither else.
+        if depth and character in "()":
+            brackets = max(0, brackets + (1 if character == "(" else -1))
+        if character == "<" and not brackets:
             depth += 1
-        elif character == ">" and depth:
+        elif character == ">" and depth and not brackets:
             depth -= 1
         elif depth:
             inside.append(character)

@@ -22,7 +22,11 @@ from tqdm.auto import tqdm
 
 from kvlab import background
 from kvlab.engines.base import Step
-from kvlab.errors import KvlabError, RunError, StudyError
+from kvlab.errors import KvlabError, StudyError
+from kvlab.evidence import open_runs
+from kvlab.evidence import records as read_records
+from kvlab.export import RECORD
+from kvlab.lab_tables import TABLE
 from kvlab.provenance import identity, machine
 from kvlab.report.content import verdict_table as tabulate
 from kvlab.report.facts import by_severity, read_runs
@@ -30,9 +34,6 @@ from kvlab.run import Run, open_run
 
 # Beside the package in a checkout; an installed wheel has no such folder.
 COMMITTED = Path(__file__).resolve().parents[1] / "data" / "h200"
-_CELL = "text-align: left; vertical-align: top; white-space: nowrap; padding: 1px 11px 1px 0; line-height: 1.4"
-_CAPTION = "caption-side: bottom; text-align: left; line-height: 1.4; padding-top: 6px; color: inherit; max-width: 60em"
-_TABLE: Any = [{"selector": "th, td", "props": _CELL}, {"selector": "caption", "props": _CAPTION}]
 _DPI = 144
 _CSS_DPI = 96
 _POLL = 0.2  # seconds
@@ -66,16 +67,56 @@ def png_bytes(fig: Any) -> bytes:
 
 
 def watermark(*runs: Run) -> pd.DataFrame:
-    """This machine, then a row a run that is shown: what its figures were measured with, and whether just now.
+    """This machine, then what the figures were measured with, and whether just now; runs that agree share a row.
 
-    Columns: figures (`live`, or `committed` for a run of this repository's data), gpu, driver, clocks (of the card:
-    the highest, and the power limit), torch, vllm, kvlab, utc.
+    Columns: figures (as of `origin`), runs, gpu, driver, clocks (of the card: the highest, and the power limit),
+    torch, vllm, kvlab, utc (day and minute; of several runs the first and the last day).
     """
-    rows = {"this machine": {"figures": "" if runs else "live", **_facts(machine())}}
+    here = {"figures": "" if runs else "live", "runs": 0, **_facts(machine())}
+    rows: dict[str, dict[str, Any]] = {"this machine": here}
+    groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        from_data = run.path.resolve().is_relative_to(COMMITTED.parent)
-        rows[run.path.name] = {"figures": "committed" if from_data else "live", **_facts(run.provenance)}
+        facts = _facts(run.provenance)
+        key = (_source(run), *(value for name, value in facts.items() if name != "utc"))
+        groups.setdefault(key, []).append(run)
+    for key, alike in groups.items():
+        name = alike[0].path.name + (f" and {len(alike) - 1} more" if len(alike) > 1 else "")
+        rows[name] = {"figures": key[0], "runs": len(alike), **_facts(alike[0].provenance), "utc": _days(alike)}
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def origin(*runs: Run) -> str:
+    """Where the figures come from, as Markdown: `committed` with the repository, `stored` elsewhere, or `live`."""
+    said = []
+    for source in dict.fromkeys(map(_source, runs)):
+        of = [run for run in runs if _source(run) == source]
+        who = [identity(run.provenance) for run in of]
+        gpus = ", ".join(dict.fromkeys(each["gpu"].removeprefix("none (").removesuffix(")") for each in who))
+        vllm = ", ".join(dict.fromkeys(f"vLLM {each['vllm']}" for each in who if each["vllm"][:1].isdigit()))
+        where = {
+            "committed": f"from {_count(of)} that came with the repository",
+            "live": f"measured by this notebook in {', '.join(f'`{run.path.name}`' for run in of)}",
+        }.get(source, f"from {_count(of)} in `{of[0].path.parent}`")
+        said.append(f"**{source.capitalize()} figures**: {where}; {gpus}{', ' if vllm else ''}{vllm}, {_days(of)} UTC.")
+    return "  \n".join(said)
+
+
+def _count(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+
+
+def _source(run: Run) -> str:
+    """An export is never being measured."""
+    if run.path.resolve().is_relative_to(COMMITTED.parent):
+        return "committed"
+    return "stored" if (run.path / RECORD).is_file() else "live"
+
+
+def _days(runs: Sequence[Run]) -> str:
+    times = sorted(_facts(run.provenance)["utc"] for run in runs)
+    if len(times) == 1:
+        return times[0]
+    return " to ".join(dict.fromkeys(time[:10] for time in (times[0], times[-1])))
 
 
 def _facts(provenance: dict[str, Any]) -> dict[str, str]:
@@ -104,14 +145,13 @@ def _clocks(gpu: dict[str, Any]) -> str:
     )
 
 
-def stored(source: str, *patterns: str, having: Callable[[Run], Any] = bool) -> list[Run]:
+def stored(source: str, having: Callable[[Run], Any] = bool) -> list[Run]:
     """The runs that a notebook shows, where it is not to measure.
 
     Args:
-        source: `committed`: those of this repository's data that match the first pattern which any matches;
-            `live`: none; else the folder of a run.
-        patterns: names of folders, e.g. `sweep-*-isolated`.
-        having: what a committed run must have, e.g. `lambda run: len(run.kernels)`.
+        source: `committed`: this repository's; `live`: none; else the folder of a run, or a folder of such folders.
+        having: what a run must hold to be shown, e.g. `lambda run: len(run.kernels)`; a run that is named itself is
+            shown whatever it holds.
 
     Returns:
         The runs; none where the notebook has to measure.
@@ -121,10 +161,19 @@ def stored(source: str, *patterns: str, having: Callable[[Run], Any] = bool) -> 
     """
     if source == "live":
         return []
-    if source != "committed":
-        return [open_run(source)]
-    found = ([open_run(place) for place in sorted(COMMITTED.glob(pattern))] for pattern in patterns)
-    return next((kept for runs in found if (kept := [run for run in runs if having(run)])), [])
+    root = COMMITTED if source == "committed" else Path(source)
+    found = open_runs(root, having)
+    return found or ([] if source == "committed" or open_runs(root) else [open_run(source)])
+
+
+def records(source: str, part: str) -> list[dict[str, Any]]:
+    """The rows of the files beside the runs of `stored`, e.g. of `selection` or `loads`; none where there are none."""
+    return [] if source == "live" else read_records(COMMITTED if source == "committed" else Path(source), part)
+
+
+def in_vllm(run: Run) -> bool:
+    """Is it a run of a model in vLLM, and not of the embedded engine?"""
+    return bool(run.study.get("engine") == "vllm")
 
 
 def verdict_table(*runs: Run) -> Styler:
@@ -140,7 +189,7 @@ def verdict_table(*runs: Run) -> Styler:
     told = [(f"{row.model}, {row.case}", [*row.reasons, row.cause]) for row in rows if row.verdict != "equivalent"]
     why = "<br>".join(f"<b>{escape(what)}</b>: {escape(_sentences(said))}" for what, said in told)
     style = pd.DataFrame(texts.rows, columns=[*texts.head]).style.hide().format(escape="html")
-    return style.set_caption(why).set_table_styles(_TABLE)
+    return style.set_caption(why).set_table_styles(TABLE)
 
 
 def _sentences(texts: Iterable[str | None]) -> str:
@@ -153,20 +202,6 @@ def title(run: Run) -> str:
     device = str(first["gpu"]).removeprefix("none (").removesuffix(")")
     modes = " and ".join(dict.fromkeys(run.verdicts["mode"]))
     return f"{first['model']} on {device}, {first['engine']} engine{', ' if modes else ''}{modes}"
-
-
-def profiled_case(run: Run) -> tuple[str, str]:
-    """Case and mode with the largest gap among those whose kernels were profiled.
-
-    Raises:
-        RunError: where none was.
-    """
-    keys = set(zip(run.kernels["case"], run.kernels["mode"], strict=True))
-    rows = [row for row in read_runs([run])[0][0].rows if (row.case, row.mode) in keys]
-    if not rows:
-        raise RunError(f"{run.path}: no kernels in it; check it with explain=True, or choose another run")
-    worst = max(rows, key=lambda row: abs(row.gap or 0.0))
-    return worst.case, worst.mode
 
 
 def picks(step: Step, arms: Sequence[str], seed: int = 0) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvlab.engines.base import Step
-from kvlab.measure.sampler import Sampler
+from kvlab.measure.sampler import RESTING_PERIOD_S, Sampler
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import AGAIN, Plan
@@ -47,10 +47,10 @@ class Rest:
     def __str__(self) -> str:
         if not self.share:
             return ""
-        said = f"each replay was followed by a rest of {self.share:g} times its length, as the power cap slowed "
+        said = f"Each replay was followed by a rest of {self.share:g} times its length, as the power cap slowed "
         said += ", ".join(f"{arm} ({share:.0%} of the readings)" for arm, share in self.capped.items() if share)
         left = {arm: share for arm, share in self.still.items() if share > _CAPPED}
-        return said + (f"; it still slows {', '.join(left)}" if left else "")
+        return said + (f"; readings told of the cap even so under {', '.join(left)}." if left else ".")
 
 
 def rest_of(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:
@@ -89,11 +89,10 @@ def _capped(step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> dict[
         if arm.name == AGAIN:
             continue
         step.fill(arm.fill, plan.seed)
-        timer.time(1)
-        with Sampler(telemetry) as sampler:
+        timer.settle(_WATCHED / 2)
+        with Sampler(telemetry, RESTING_PERIOD_S) as sampler:
             timer.settle(_WATCHED)
-        # The first reading is from before the replays.
-        said = [reading.throttled for reading in sampler.readings[1:] if reading.throttled is not None]
+        said = [reading.throttled for reading in sampler.during(timer.busy) if reading.throttled is not None]
         if said:
             shares[arm.name] = sum(said) / len(said)
     return shares

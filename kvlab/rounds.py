@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvlab.engines.base import Step
-from kvlab.measure.sampler import Sampler
+from kvlab.measure.sampler import PERIOD_S, RESTING_PERIOD_S, Sampler
 from kvlab.measure.schedule import round_order
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
@@ -16,7 +16,7 @@ from kvlab.plan import Plan
 RANDOM_SEEDS = 4
 # Seconds of replays before each arm of a sustained round: the power under the new contents settles first. Where a cap
 # holds the clock it takes longer: the cap averages power, and the arm before has left it room or taken it.
-_SETTLE, _SETTLE_CAPPED = 0.2, 1.0
+SETTLE_S, SETTLE_CAPPED_S = 0.2, 1.0
 
 
 def measure_round(
@@ -39,14 +39,14 @@ def measure_round(
         seed = plan.seed + index % RANDOM_SEEDS
         step.fill(by_name[name].fill, seed)
         if mode == "sustained":
-            timer.settle(_SETTLE)
+            timer.settle(SETTLE_S)
             if telemetry.read().throttled:
-                timer.settle(_SETTLE_CAPPED)
+                timer.settle(SETTLE_CAPPED_S)
         elif plan.discard:
             timer.time(plan.discard)
-        with Sampler(telemetry) as sampler:
+        with Sampler(telemetry, RESTING_PERIOD_S if timer.rest else PERIOD_S) as sampler:
             times = timer.time(plan.replays)
-        reading = sampler.summary()
+        reading = sampler.summary(timer.busy)
         if reading.readings:
             readings.append({"arm": name, "t_s": sampler.readings[0].t_s, **asdict(reading)})
         finite[name] &= bool(timer.output().isfinite().all())

@@ -75,7 +75,7 @@ def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[
     if real:
         reasons.append(_told_routing(plan.claim.name, found.routing_moved.get(plan.claim.name)))
     if flagged:
-        reasons.append(f"{flagged:.0%} of the samples were throttled or below {CLOCK_FLOOR:.0%} of the highest clock")
+        reasons.append(f"{flagged:.0%} of the samples were throttled or below {CLOCK_FLOOR:.0%} of the highest clock.")
     return {
         "gap": decision.gap.gap,
         "ci90": decision.gap.listed_ci90,
@@ -110,16 +110,18 @@ def _clocks(samples: pd.DataFrame, arm: str) -> dict[str, Any]:
         str(name): {"MHz": float(row["sm_mhz"]), "W": None if math.isnan(row["watts"]) else float(row["watts"])}
         for name, row in medians.iterrows()
     }
+    if medians["sm_mhz"].isna().any():
+        return {}
     cycles = gap_in_cycles(samples, arm)
     return {"clocks": clocks, **({"cycles": {"gap": cycles.gap, "ci90": cycles.listed_ci90}} if cycles else {})}
 
 
 def _told_routing(arm: str, moved: float | None) -> str:
     if moved is None:
-        return "MoE routing was real: contents can move the experts too, so the gap is not about KV alone"
+        return "MoE routing was real: contents can move the experts too, so the gap is not about KV alone."
     return (
         f"MoE routing was real, and at least {moved:.0%} of the tokens went to other experts under {arm}: the gap is"
-        " not about KV alone"
+        " not about KV alone."
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvlab.kernel_gaps import kernel_gap_table
+from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
+from kvlab.kernel_names import REST
 from kvlab.pilot import RoundPlan
 
 # Kernels that are printed one by one, the largest gaps first.
@@ -46,33 +47,96 @@ def explanation(verdict: dict[str, Any], kernels: pd.DataFrame) -> str:
     """
     arm, cause = verdict["arm"], verdict["cause"]
     lines = [f"{verdict['case']}, {verdict['mode']}: {cause['sentence']}"]
-    effects = [(name, cause[name]) for name in ("indexer", "kv", "interaction") if name in cause]
-    if effects:
-        told = ", ".join(f"{name} {_percent(e['gap'])} ({_interval(e['ci90'])})" for name, e in effects)
-        lines.append(f"  by role of the cache: {told}")
+    for name, what in (
+        ("indexer", "the indexer's contents"),
+        ("kv", "the KV's"),
+        ("interaction", "both beyond the sum"),
+    ):
+        if effect := cause.get(name):
+            cycles = cause.get(f"{name}_cycles")
+            apart = cycles and abs(cycles["gap"] - effect["gap"]) >= 5e-4
+            told = f"; in cycles {_percent(cycles['gap'])} ({_interval(cycles['ci90'])})" if apart else ""
+            lines.append(f"  {what}: {_percent(effect['gap'])} ({_interval(effect['ci90'])}){told}")
+    lines += [f"  {told}" for told in parts_told(cause)]
     for name, picked in (verdict.get("selection") or {}).items():
         if picked["neighbours"] is not None:
             lines.append(
                 f"  selected under {name}: {picked['neighbours']:.1%} neighbours, {picked['pages']:.1f} pages a query,"
                 f" {picked['shared_with_zeros']:.1%} as under zeros"
             )
-    table = kernel_gap_table(kernels, arm).drop(columns=["lo_us", "hi_us", "of_step"])
-    head, tail = table.iloc[:-2], table.iloc[-2:]
-    if len(head) > _KERNELS:
-        left = head.iloc[_KERNELS:]
-        sums = left[["baseline_us", "arm_us", "gap_us", "share"]].sum()
-        others = pd.DataFrame([{"role": "", "kernel": f"({len(left)} others)", **sums}])
-        head = pd.concat([head.iloc[:_KERNELS], others])
-    shown = pd.concat([head, tail]).rename(
-        columns={"baseline_us": "zeros us", "arm_us": f"{arm} us", "gap_us": "gap us"}
+    lines.append(_kernel_rows(verdict, kernel_gap_table(kernels, arm)))
+    if over := profiled_samples(kernels, arm):
+        lines.append(f"  +-: 90 %, over {over} that share their moment: how steady a kernel was, not how it repeats")
+    lines += [f"  {told}" for told in closing(verdict["profiles"], arm)]
+    zeros, other = (verdict["profiles"][name]["timed_us"] for name in ("zeros", arm))
+    lines.append(
+        f"  the profile's replays were {_percent(other / zeros - 1)} apart, the rounds' {_percent(verdict['gap'])}"
+        f" ({_interval(verdict['ci90'])})"
     )
-    shown["share"] = shown["share"].map("{:.0%}".format)
-    lines.append(shown.to_string(index=False, float_format="{:,.1f}".format))
-    for name in ("zeros", arm):
-        profile = verdict["profiles"][name]
-        closes = "" if profile["closes"] else ", which does not close: the rest is shown"
-        lines.append(f"  under {name} the kernels add up to {profile['closure']:.1%} of the timed step{closes}")
     return "\n".join(lines)
+
+
+def parts_told(cause: dict[str, Any]) -> list[str]:
+    """Selection and clock, in microseconds and of the step, with their intervals; of a stored cause."""
+    told = []
+    for name, what in (("selection", "selection"), ("clocks", "clock"), ("other", "neither")):
+        part = cause.get(name)
+        if part and (part["us"] or name == "other"):
+            interval = f" ({' .. '.join(f'{end:+,.0f}' for end in part['ci90'])})" if part.get("ci90") else ""
+            told.append(f"{what} {part['us']:+,.0f} us{interval}, {part['of_step']:+.2%} of the step")
+    return ["of the gap: " + "; ".join(told)] if len(told) > 1 else []
+
+
+def closing(profiles: dict[str, Any], arm: str) -> list[str]:
+    """How the kernels of zeros and of an arm add up to the timed step: a sentence each, of a verdict's `profiles`."""
+    lines = []
+    for name in ("zeros", arm):
+        profile = profiles[name]
+        line = f"under {name} the kernels add up to {profile['closure']:.1%} of the timed step"
+        if not profile["closes"]:
+            line += ", which does not close within 3 %"
+        busy = profile["busy_us"] / profile["timed_us"]
+        if abs(busy - profile["closure"]) >= 0.01:
+            line += f": {profile['overlap_us']:,.0f} us ran beside other kernels; counted once, it is {busy:.1%}"
+        outside = "left out" if profile["restore_outside"] else "NOT told apart from the step"
+        lines.append(f"{line}; the restore ({profile['restore_us']:,.0f} us) is {outside}")
+    return lines
+
+
+def _kernel_rows(verdict: dict[str, Any], table: pd.DataFrame) -> str:
+    """The largest gaps, all others as one row, and what the kernels leave of the step, in two rows, or more than it."""
+    arm, numbers = verdict["arm"], ["baseline_us", "arm_us", "gap_us"]
+    kernels, total = table[~table["role"].isin((REST, TOTAL))], table[table["role"] == TOTAL]
+    shown, left = kernels.iloc[:_KERNELS], kernels.iloc[_KERNELS:]
+    rows = [shown]
+    if len(left):
+        rows.append(pd.DataFrame([{"role": "", "kernel": f"({len(left)} others)", **left[numbers].sum()}]))
+    profiles = [verdict["profiles"][name] for name in ("zeros", arm)]
+    overlap = [-profile["overlap_us"] for profile in profiles]
+    between = [profile["timed_us"] - profile["busy_us"] for profile in profiles]
+    for kernel, (zeros, other) in (
+        ("(counted twice: side by side)", overlap),
+        ("(rest: gaps, drift of the profile)", between),
+    ):
+        values = zip(numbers, (zeros, other, other - zeros), strict=True)
+        rows.append(pd.DataFrame([{"role": REST, "kernel": kernel, **dict(values)}]))
+    found = pd.concat([*rows, total], ignore_index=True)
+    half = (found["hi_us"] - found["lo_us"]) / 2
+    columns = {
+        "role": found["role"],
+        "kernel": found["kernel"],
+        "zeros us": found["baseline_us"].map("{:,.1f}".format),
+        f"{arm} us": found["arm_us"].map("{:,.1f}".format),
+        "gap us": found["gap_us"].map("{:+,.1f}".format),
+        "+-": half.map(lambda us: "" if pd.isna(us) else f"{us:,.1f}"),
+        "of the step": (found["gap_us"] / total["baseline_us"].iloc[0]).map("{:+.2%}".format),
+    }
+    # Of a gap that is not told from 0, or that is a small difference of large parts, shares say nothing.
+    told = verdict["ci90"] and verdict["ci90"][0] * verdict["ci90"][1] > 0
+    if told and verdict["cause"].get("kind") != "cancelling":
+        gap_us = verdict["gap"] * verdict["median_us"]["zeros"]
+        columns["of the gap"] = (found["gap_us"] / gap_us).map("{:.0%}".format)
+    return pd.DataFrame(columns).to_string(index=False)
 
 
 def _planned(verdict: dict[str, Any]) -> list[str]:

@@ -60,8 +60,8 @@ def test_the_clock():
     )
     assert found.kind == "clocks"
     assert found.sentence == (
-        "Random KV is 13.1 % slower: attention +250 us of +262 us, at 1,635 instead of 1,845 MHz (692 instead of"
-        " 590 W); in cycles the gap is +0.23 %, so the cause is the clock."
+        "Random KV is 13.1 % slower (262 us): attention takes 250 us more, at 1,635 instead of 1,845 MHz (692 instead"
+        " of 590 W); in cycles the gap is +0.23 % (90 %: +0.22 % to +0.24 %), so the cause is the clock."
     )
     assert found.cycles.gap == pytest.approx(2262 * 1635 / 2000 / 1845 - 1, abs=1e-3)
     assert found.clocks.us == pytest.approx(2262 * (1 - 1635 / 1845), rel=0.02)
@@ -75,8 +75,8 @@ def test_the_clock_of_a_step_that_waits_for_memory():
     )
     assert found.kind == "clocks"
     assert found.sentence == (
-        "Random KV is 0.75 % slower: at 1,425 instead of 1,980 MHz; that change alone could make +38.9 %, so the cause"
-        " is the clock, for which the step waits only in part."
+        "Random KV is 0.75 % slower (30 us): at 1,425 instead of 1,980 MHz; that change alone could make +38.9 %, so"
+        " the cause is the clock, for which the step waits only in part."
     )
     assert found.clocks.of_step == pytest.approx(found.gap.gap, abs=1e-4)
     assert found.cycles.gap < -0.25
@@ -94,8 +94,8 @@ def test_selection_alone():
     )
     assert found.kind == "selection"
     assert found.sentence == (
-        "Random KV is 33.0 % faster: top-k -6.6 ms of -6.6 ms, so the cause is which tokens the indexer's scores"
-        " select."
+        "Random KV is 33.0 % faster (6.6 ms): top-k takes 6.6 ms less, so the cause is the selection of tokens by the"
+        " indexer's scores."
     )
     assert found.selection.us == pytest.approx(-6560)
     assert found.selection.of_step == pytest.approx(-6560 / 20_000, rel=0.02)
@@ -115,11 +115,71 @@ def test_selection_and_power_cancel():
     found = find_cause(samples(medians, {"zeros": 1980.0, "random": 1845.0}, {"zeros": 560.0, "random": 692.0}), made)
     assert found.kind == "cancelling"
     assert found.sentence == (
-        "Selection and power cancel: top-k -6.6 ms, GEMM +4.0 ms, at 1,845 instead of 1,980 MHz (692 instead of 560 W);"
-        " the whole step -1.3 %."
+        "Selection and power cancel: top-k takes 6.6 ms less; at 1,845 instead of 1,980 MHz (692 instead of 560 W) all"
+        " else takes 5.4 ms more (90 %: 5.4 to 5.4), of it GEMM 4.00 ± 0.01 ms and attention 1.0 ms; the whole step"
+        " -1.3 % (90 %: -1.3 % to -1.3 %)."
     )
     without_clocks = find_cause(samples(medians), made)
-    assert without_clocks.sentence == "Selection and GEMM cancel: top-k -6.6 ms, GEMM +4.0 ms; the whole step -1.3 %."
+    assert without_clocks.sentence == (
+        "Selection and GEMM cancel: top-k takes 6.6 ms less, GEMM 4.00 ± 0.01 ms more (90 %, 3 profiled replays); the"
+        " whole step -1.3 %."
+    )
+
+
+def test_scores_are_work_and_no_selection():
+    """Scoring is done for all tokens: at a lower clock it is slower like any other kernel."""
+    made = kernels(
+        {
+            "zeros": {"top-k": 10_000.0, "indexer scores": 20_700.0, "attention": 11_100.0},
+            "random": {"top-k": 3600.0, "indexer scores": 23_500.0, "attention": 12_800.0},
+        }
+    )
+    medians = {"zeros": 65_000.0, "zeros_again": 65_000.0, "random": 63_800.0}
+    found = find_cause(samples(medians, {"zeros": 1965.0, "random": 1808.0}), made)
+    assert found.selection.us == pytest.approx(-6400)
+    assert found.clocks.us == pytest.approx(63_800 * (1 - 1808 / 1965), rel=0.01)
+    assert "of it indexer scores 2.8" in found.sentence
+
+
+def test_intervals_of_the_parts_come_from_replays_and_rounds():
+    made = kernels({"zeros": {"top-k": 900.0, "MoE": 4000.0}, "random": {"top-k": 500.0, "MoE": 4400.0}})
+    made["us_each"] = [[us - 10, us, us + 10] for us in made["us"]]
+    table = samples(
+        {"zeros": 10_000.0, "zeros_again": 10_000.0, "random": 10_000.0}, {"zeros": 1980.0, "random": 1780.0}
+    )
+    found = find_cause(table, made)
+    # Welch by hand: both variances 100 over 3, 4 degrees of freedom.
+    half = 2.1318 * np.sqrt(200 / 3)
+    assert found.selection.ci90 == pytest.approx((-400 - half, -400 + half), rel=1e-3)
+    assert found.role_ci90["MoE"] == pytest.approx((400 - half, 400 + half), rel=1e-3)
+    assert found.profiled == "3 profiled replays"
+    lo, hi = found.clocks.ci90
+    assert lo < found.clocks.us < hi
+    assert hi - lo > 2 * half
+    # Where all of the change could not make the rest, the rounds' clocks say how much it could.
+    bound = find_cause(table.assign(us=table["us"].where(table["arm"] != "random", table["us"] * 1.2)))
+    assert bound.clocks.us == pytest.approx(12_000 * (1 - 1780 / 1980), rel=1e-3)
+    assert bound.clocks.ci90 == pytest.approx((bound.clocks.us, bound.clocks.us), rel=1e-3)
+
+
+def test_without_a_profile_the_2x2_in_cycles_tells_selection():
+    arms = {"zeros": 10_000.0, "zeros_again": 10_000.0, KV_ALONE: 10_100.0, INDEXER_ALONE: 9400.0, "random": 9500.0}
+    clocks = {"zeros": 1980.0, "zeros_again": 1980.0, KV_ALONE: 1960.0, INDEXER_ALONE: 1980.0, "random": 1960.0}
+    found = find_cause(samples(arms, clocks))
+    assert found.kind == "selection"
+    assert found.selection.of_step == pytest.approx(-0.06, abs=0.002)
+    assert found.indexer_cycles.gap == pytest.approx(-0.06, abs=0.002)
+    assert found.kv_cycles.gap == pytest.approx(0, abs=0.002)
+    assert "the indexer's contents make -6.0 %" in found.sentence
+    same_clock = find_cause(samples(arms))
+    assert same_clock.selection is None
+    assert same_clock.kind == "unknown"
+
+
+def test_a_wide_gap_in_cycles_leaves_room():
+    arms, clocks = {"zeros": 2000.0, "random": 2260.0}, {"zeros": 1845.0, "random": 1700.0}
+    noisy = samples(arms, clocks, noise=0.08)
+    assert "likely the clock, but the interval leaves room" in find_cause(noisy).sentence
 
 
 def test_parts_that_cancel_to_nothing_are_still_told():
@@ -150,8 +210,8 @@ def test_routing():
     found = find_cause(table, kernels(arms), routing_moved=0.93)
     assert found.kind == "routing"
     assert found.sentence == (
-        "Random KV is 28.0 % slower: 93 % of the tokens went to other experts, MoE +1.4 ms of +1.4 ms, so the cause is"
-        " the routing and not the KV."
+        "Random KV is 28.0 % slower (1.4 ms): 93 % of the tokens went to other experts and MoE takes 1.4 ms more, so"
+        " the cause is the routing and not the KV."
     )
     assert find_cause(table, None, routing_moved=0.93).kind == "routing"
     assert find_cause(table, kernels(arms), routing_moved=0.0).kind == "kernels"
@@ -178,14 +238,14 @@ def test_other_kernels_and_the_unknown():
     found = find_cause(table, kernels(arms), "constant(0.015)")
     assert found.kind == "kernels"
     assert found.sentence == (
-        "KV of constant(0.015) is 10.0 % slower: attention +100 us of +100 us, in cycles +10.0 %, so their work depends"
-        " on the contents."
+        "KV of constant(0.015) is 10.0 % slower (100 us): attention takes 100 us more; in cycles the gap is +10.0 %"
+        " (90 %: +10.0 % to +10.0 %), so their work depends on the contents."
     )
     unknown = find_cause(table, None, "constant(0.015)")
     assert unknown.kind == "unknown"
     assert unknown.sentence == (
-        "KV of constant(0.015) is 10.0 % slower at the same clock (1,980 MHz), and the cause is not known: its kernels"
-        " were not profiled."
+        "KV of constant(0.015) is 10.0 % slower (100 us) at the same clock (1,980 MHz), and the cause is not known: its"
+        " kernels were not profiled."
     )
     still = kernels({"zeros": {"attention": 500.0}, "constant(0.015)": {"attention": 500.0}})
     assert "no kind of kernel moved" in find_cause(table, still, "constant(0.015)").sentence
@@ -216,7 +276,7 @@ def test_effects_of_an_arm_with_commas_are_in_the_sentence():
     table = samples({"zeros": 1000.0, alone[0]: 1050.0, alone[1]: 980.0, arm: 1029.0})
     found = find_cause(table, arm=arm)
     assert found.kv.gap == pytest.approx(0.05, abs=2e-3)
-    assert found.sentence.endswith("; the indexer's contents make -2.0 %, the rest's +5.0 %.")
+    assert found.sentence.endswith("; the indexer's contents make -2.0 %, the KV's +5.0 %.")
 
 
 @given(st.floats(0.8, 1.25), st.floats(0.6, 1.4))

@@ -53,7 +53,8 @@ def test_it_is_printed_whole(explained):
     for part in (
         verdict["cause"]["sentence"],
         "selected under random",
-        "by role of the cache",
+        "the indexer's contents: ",
+        "the restore (",
         "(total)",
         "of the timed",
     ):
@@ -76,3 +77,33 @@ def test_a_cause_is_plain_json(explained):
 
     cause = find_cause(explained.samples_of("hit", "isolated"))
     assert json.loads(json.dumps(cause_record(cause)))["kind"] == cause.kind
+
+
+def test_what_does_not_close_is_said_and_what_runs_side_by_side_is_counted_once():
+    from kvlab.verdict_table import closing
+
+    profile = {"closure": 1.149, "closes": False, "busy_us": 14_298.6, "timed_us": 14_391.0, "overlap_us": 2241.0}
+    profile |= {"restore_us": 11.0, "restore_outside": True}
+    told = closing({"zeros": profile, "random": {**profile, "closure": 0.998, "closes": True}}, "random")
+    assert told[0] == (
+        "under zeros the kernels add up to 114.9% of the timed step, which does not close within 3 %: 2,241 us ran"
+        " beside other kernels; counted once, it is 99.4%; the restore (11 us) is left out"
+    )
+    assert told[1] == "under random the kernels add up to 99.8% of the timed step; the restore (11 us) is left out"
+    unsure = {**profile, "restore_outside": False}
+    assert "NOT told apart" in closing({"zeros": unsure, "random": unsure}, "random")[0]
+
+
+def test_parts_are_printed_with_their_intervals():
+    from kvlab.verdict_table import parts_told
+
+    cause = {
+        "selection": {"us": -6367.0, "of_step": -0.0977, "ci90": [-6475.0, -6259.0]},
+        "clocks": {"us": 5132.0, "of_step": 0.0787, "ci90": [4473.0, 8021.0]},
+        "other": {"us": 87.0, "of_step": 0.0013},
+    }
+    assert parts_told(cause) == [
+        "of the gap: selection -6,367 us (-6,475 .. -6,259), -9.77% of the step; clock +5,132 us (+4,473 .. +8,021),"
+        " +7.87% of the step; neither +87 us, +0.13% of the step"
+    ]
+    assert parts_told({"other": {"us": 1.0, "of_step": 0.1}}) == []

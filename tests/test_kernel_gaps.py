@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import StudyError
-from kvlab.kernel_gaps import TOTAL, kernel_gap_table
+from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
 from kvlab.kernel_names import REST
 
 times = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.1, 1e5), min_size=1)
@@ -76,11 +76,14 @@ def test_visits_go_before_replays():
     assert found.loc["a", "baseline_us"] == pytest.approx(10.5)
     assert found.loc["a", "hi_us"] > found.loc["a", "gap_us"] + 1
     assert kernel_gap_table(first).set_index("kernel").loc["a", "hi_us"] == 2
+    assert profiled_samples(pd.concat([first, second])) == "2 visits"
+    assert profiled_samples(first) == "2 profiled replays"
 
 
 def test_no_replays_no_interval():
     found = kernel_gap_table(table({"zeros": {"a": 1.0}, "random": {"a": 2.0}}))
     assert found["lo_us"].isna().all()
+    assert profiled_samples(table({"zeros": {"a": 1.0}, "random": {"a": 2.0}})) == ""
 
 
 def test_what_cannot_be_compared_is_refused():
@@ -89,6 +92,8 @@ def test_what_cannot_be_compared_is_refused():
         kernel_gap_table(pd.concat([rows, rows.assign(case="y")]))
     with pytest.raises(StudyError, match="no kernels of arm 'prefill'; profiled arms are 'zeros', 'random'"):
         kernel_gap_table(rows, "prefill")
+    with pytest.raises(StudyError, match="against itself"):
+        kernel_gap_table(rows, "zeros")
     with pytest.raises(StudyError, match="lack column 'us'"):
         kernel_gap_table(rows.drop(columns="us"))
     with pytest.raises(StudyError, match="give kernel or role"):

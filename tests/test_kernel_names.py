@@ -230,6 +230,69 @@ NAMES = [
 ]
 
 
+# What three profiles on an H200 held, of DeepSeek-V3.2, DeepSeek-V4.1-Flash and Llama-3.1-8B under vLLM 0.33, in steps
+# of 100,000 tokens: each name without its template arguments and parameters where it stays itself.
+SEEN = {
+    "top-k": """cooperative_topk_cs8 topKPerRowPrefill gatherTopK radixSortKVInPlace computeBlockDigitCounts
+        computeDigitCumSum computeBlockwiseWithinKCounts computeBlockwiseKthCounts DeviceScanByKeyKernel
+        DeviceScanByKeyInitKernel mbtopk.fill _candidate_flags_kernel _mask_candidates_kernel
+        _store_candidates_kernel""",
+    "indexer scores": "sm90_fp8_mqa_logits sm90_fp8_paged_mqa_logits _block_scores_kernel",
+    "gather/remap": """cp_gather_and_upconvert_fp8_kv_cache_page cp_gather_indexer_k_quant_cache_kernel
+        sparse_mla_index_remap_kernel _compute_global_topk_indices_and_lens_kernel vectorized_gather_kernel
+        _scatter_gather_elementwise_kernel[TensorAssign] device_kernel.tensorptrbf16gmemalign32o512i64div16i64div161""",
+    "attention": """sparse_attn_fwd_kernel flash_fwd_splitkv_mla_fp8_sparse_kernel flash_fwd_mla_combine_kernel
+        FlashAttnFwdSm90 FlashAttnFwdCombine""",
+    "MoE": """fused_moe_kernel moe_sum_vec_kernel moe_align_block_size_kernel count_and_sort_expert_tokens_kernel
+        moe_align_block_size_small_batch_expert_kernel grouped_topk_fused_small_expert_count_kernel
+        marlin_moe_wna16.Marlin topkGatingSoftplusSqrt""",
+    "GEMM": """sm90_fp8_gemm_1d2d_impl marlin.Marlin sm90_tf32_hc_prenorm_gemm_impl splitKreduce_kernel
+        nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNN nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT
+        nvjet_sm90_tss_32x64_64x16_1x4_h_bz_splitK_TNN
+        vllmmodel_executorkernelslinearcute_dsl_ll_bf16_splitkLLBf16SplitK""",
+    "norm/rope/quant": """per_token_group_quant_8bit_register_kernel _fused_norm_rope_kernel _fused_embed_norm_kernel
+        _fused_q_kernel fused_add_rms_norm_kernel rms_norm_kernel rotary_embedding_kernel
+        _fused_save_compress_norm_kernel fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel
+        fusedDeepseekV4QNormRopeKVRopeQuantInsertKernelReducedGrid mhc_pre_big_fuse_with_norm_tilelang_kernel
+        mhc_fused_tilelang_kernel mhc_post_tilelang_kernel _hc_head_reduce_store_kernel
+        device_kernel.tensorptri64gmemo1""",
+    "cache write": """reshape_and_cache_flash_kernel _rope_quant_insert_kernel _indexer_k_norm_rope_quant_store_kernel
+        index_elementwise_kernel[index_copy_kernel_impl]""",
+    "other": """kernel[unnamed] ConcatMLAQKernel act_and_mul_kernel indexSelectSmallIndex Memset
+        vectorized_elementwise_kernel[CUDAFunctor_add] vectorized_elementwise_kernel[FillFunctor]
+        vectorized_elementwise_kernel[div_floor_kernel_cuda] elementwise_kernel[direct_copy_kernel_cuda]
+        unrolled_elementwise_kernel[direct_copy_kernel_cuda]""",
+}
+# Those that a profiler names otherwise.
+SIGNATURES = {
+    "fused_add_rms_norm_kernel": (
+        "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<c10::BFloat16>::exists, void>::type vllm::"
+        "fused_add_rms_norm_kernel<c10::BFloat16, 8, true>(c10::BFloat16*, long, c10::BFloat16*, c10::BFloat16 const*,"
+        " float, int, int, long)"
+    ),
+    "mbtopk.fill": "void at::native::mbtopk::fill<unsigned int, unsigned int>(unsigned int*, unsigned int, ...)",
+    "kernel[unnamed]": "kernel",
+    "device_kernel.tensorptri64gmemo1": (
+        "kernel_cutlass_device_kernel_tensorptri64gmemo1_tensorptrbf16gmemalign32o64128_0"
+    ),
+    "device_kernel.tensorptrbf16gmemalign32o512i64div16i64div161": (
+        "kernel_cutlass_device_kernel_tensorptrbf16gmemalign32o512i64div16i64div161_tensorptru8gmemalign16_0"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "role"), [(name, role) for role, names in SEEN.items() for name in names.split()])
+def test_names_that_an_h200_gave(name, role):
+    assert role_of(name) == role
+    assert short_name(name) == name
+    assert short_name(SIGNATURES.get(name, name)) == name
+
+
+def test_signs_within_template_arguments_are_no_brackets():
+    assert short_name("void f<(8 > 4), g<(1 < 2)> >(int)") == "f"
+    assert short_name("std::enable_if<((8)>(0)) && (n<(3)), void>::type a::b<c::d<int>, 8>(c::d<int>*)") == "b"
+
+
 @pytest.mark.parametrize(("full", "short", "role"), NAMES, ids=lambda value: str(value)[:40])
 def test_real_names(full, short, role):
     assert short_name(full) == (short or full)

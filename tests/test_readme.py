@@ -1,7 +1,12 @@
 """The README says what the committed data say."""
 
 import importlib.util
+import json
+import shutil
+import sys
 from pathlib import Path
+
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -9,13 +14,83 @@ ROOT = Path(__file__).resolve().parent.parent
 def readme_tool():
     spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules["readme"] = module  # its dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
 
-def test_every_table_in_the_readme_is_computed_from_the_committed_runs():
-    text = (ROOT / "README.md").read_text()
-    assert readme_tool().render(text) == text
+def test_readme_and_figures_say_what_the_committed_runs_say():
+    tool = readme_tool()
+    page = tool.Page(ROOT / "data" / "h200", "data/figures")
+    assert tool.stale(page, ROOT / "README.md", ROOT / "data" / "figures") == [], "run python tools/readme.py"
+
+
+def edit(folder, change):
+    """Change the verdicts of an export, in place."""
+    path = folder / "provenance.json"
+    record = json.loads(path.read_text())
+    record["run"] = folder.name
+    change(record["verdicts"])
+    path.write_text(json.dumps(record))
+
+
+def test_new_runs_make_it_stale_and_one_command_mends_it(tmp_path, capsys):
+    tool, committed = readme_tool(), ROOT / "data" / "h200"
+    data, figures, readme = tmp_path / "data", tmp_path / "figures", tmp_path / "README.md"
+    for name in ("vllm-deepseek-v3.2-6l-claim", "vllm-llama-3.1-8b-isolated", "vllm-gpt-oss-20b-isolated"):
+        shutil.copytree(committed / name, data / name)
+    shutil.copy(ROOT / "README.md", readme)
+    places = ["--data", str(data), "--figures", str(figures), "--readme", str(readme)]
+    assert tool.main(places) == 0
+    assert tool.main([*places, "--check"]) == 0
+    text = readme.read_text()
+    assert sorted(path.stem for path in figures.iterdir()) == ["claim", "contexts"]
+    assert "](figures/claim.png)" in text
+    assert "qwen3" not in text.split("## Two commands")[0]
+    assert "**Prefill after a prefix-cache hit: not in general.**" in text
+    assert "The largest: llama-3.1-8b +13.1 % at 100k, clock 1,845 to 1,620 MHz, 591 to 692 W" in text
+    assert "gpt-oss-20b with real routing" in text
+
+    def to_sweep(verdicts):
+        _, mode, verdict = next(row for row in verdicts if row[0] == "hit100k")
+        verdicts[:] = []
+        for topk in (512, 2048):
+            name = f"hit-b1-k100000-topk{topk}"
+            arms = {arm: {"gap": 0.01, "ci90": [0.0, 0.02], "verdict": "equivalent"} for arm in ARMS}
+            text = f"{name}=2048@100000"
+            verdicts.append([name, mode, {**verdict, "case": name, "text": text, "topk": topk, "arms": arms}])
+
+    def to_newer(verdicts):
+        for _, _, verdict in verdicts:
+            verdict["arms"]["random"]["gap"] = 0.2
+
+    shutil.copytree(data / "vllm-deepseek-v3.2-6l-claim", data / "sweep-deepseek-v3.2-6l-topk")
+    for table in ("verdicts", "samples"):
+        edit_table(data / "sweep-deepseek-v3.2-6l-topk" / f"{table}.parquet")
+    edit(data / "sweep-deepseek-v3.2-6l-topk", to_sweep)
+    edit(data / "vllm-llama-3.1-8b-isolated", to_newer)
+    assert tool.main([*places, "--check"]) == 1
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("README.md", "claim.png", "topk.png", "zeros.png", "contents.png"))
+    assert tool.main(places) == 0
+    assert tool.main([*places, "--check"]) == 0
+    assert {"topk", "zeros", "contents"} < {path.stem for path in figures.iterdir()}
+    assert "llama-3.1-8b +20.0 %" in readme.read_text()
+    shutil.rmtree(data / "sweep-deepseek-v3.2-6l-topk")
+    assert tool.main([*places, "--check"]) == 1
+    assert tool.main(places) == 0
+    assert not (figures / "topk.png").exists()
+
+
+ARMS = ("random", "random(zero_fraction=0.5)", "levels")
+
+
+def edit_table(path):
+    """Two cases of a sweep over top-k, of the one that the table has."""
+    table = pd.read_parquet(path)
+    table = table[table["case"] == "hit100k"]
+    cases = [table.assign(case=f"hit-b1-k100000-topk{topk}") for topk in (512, 2048)]
+    pd.concat(cases, ignore_index=True).to_parquet(path)
 
 
 def test_every_file_that_the_docs_link_is_there():
@@ -50,7 +125,6 @@ def blocks(language):
 
 def test_the_snippets_are_whole_programs():
     import subprocess
-    import sys
 
     source = "\n".join(blocks("python"))
     assert source.count("kvlab.") > 8

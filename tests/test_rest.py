@@ -77,7 +77,7 @@ def test_one_rest_serves_all_arms(watts, share, still):
     assert (max(rest.capped.values()) > 0) == bool(share)
     assert sum(part > 0 for part in rest.still.values()) == still
     assert bool(str(rest)) == bool(share)
-    assert ("still slows random" in str(rest)) == bool(still)
+    assert ("even so under random" in str(rest)) == bool(still)
     assert "constant" not in str(rest)
 
 

@@ -1,95 +1,239 @@
 #!/usr/bin/env python3
-"""Write the README's tables and figures from the committed runs.
+"""Write the README's answer, tables and figures from the runs under data/h200.
 
 python tools/readme.py            # rewrite README.md between its markers, and data/figures
-python tools/readme.py --check    # exit 1 when README.md does not say what the data say
+python tools/readme.py --check    # exit 1 and name what README.md and data/figures do not say as the runs say it
+
+--data, --readme and --figures take other places, e.g. to look at runs before they are committed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
+from PIL import Image
 
-from kvlab.plots import plot_gaps
-from kvlab.run import Run, concat, open_run
+from kvlab import evidence, lab_tables, plots
+from kvlab.plots.style import percent, tokens
+from kvlab.report.content import estimate_text
+from kvlab.run import Run, open_run
 from kvlab.verdict_table import verdict_table
 
 ROOT = Path(__file__).resolve().parent.parent
-H200 = ROOT / "data" / "h200"
+# A picture says of which numbers it is; its bytes depend on the machine that drew it.
+DIGEST = "Description"
+PHASES = {"decode": "Decode", "hit": "Prefill after a prefix-cache hit"}
+NO_BREAK = "\N{NO-BREAK SPACE}"
+NOT_YET = "Not measured on this card yet."
+_HURRIED = (
+    "from before isolated replays rested in between: the power cap slowed the step as on a busy card, so this is not"
+    " what a lone step takes."
+)
 
 
-def reference_table() -> str:
-    """The reference engine's families on the H200, isolated: gap and 90 % interval by case."""
-    runs = [open_run(folder) for folder in sorted(H200.glob("reference-*-isolated"))]
-    rows = concat(runs, "verdicts")
-    rows["cell"] = [percent(row.gap, row.ci90_lo, row.ci90_hi) for row in rows.itertuples()]
-    table = rows.pivot(index="case", columns="model", values="cell").loc[list(dict.fromkeys(rows["case"]))]
-    return markdown(table.reset_index())
+@dataclass(frozen=True)
+class Picture:
+    """A figure of some rows, and the sentence that says what it shows."""
+
+    name: str
+    caption: str
+    rows: pd.DataFrame
+    draw: Callable[[pd.DataFrame], Figure]
+
+    @property
+    def digest(self) -> str:
+        columns = ["model", "phase", "context", "topk", "mode", "arm", "part", "gap", "ci90_lo", "ci90_hi", "verdict"]
+        rows = self.rows[[column for column in columns if column in self.rows]].reset_index(drop=True)
+        return hashlib.sha256(rows.to_csv(float_format="%.7g").encode()).hexdigest()
 
 
-def vllm_runs(mode: str) -> list[Run]:
-    """The committed runs of vLLM models in a mode."""
-    return [open_run(folder) for folder in sorted(H200.glob(f"vllm-*-{mode}"))]
+class Page:
+    """What the runs of a folder say in the README."""
 
+    def __init__(self, data: Path, figures: str) -> None:
+        """`figures`: where the README finds the pictures."""
+        self.data = data
+        self.figures = figures
 
-def vllm_table() -> str:
-    """vLLM's models on the H200, each step alone: time, gap, noise floor, clocks and watts, verdict."""
-    lines = []
-    for run in vllm_runs("isolated"):
-        clocks = run.samples.groupby(["case", "arm"])[["sm_mhz", "watts"]].median()
-        for row in run.verdicts.itertuples():
-            zeros, random = clocks.loc[row.case, "zeros"], clocks.loc[row.case, "random"]
+    @cached_property
+    def runs(self) -> list[Run]:
+        return evidence.open_runs(self.data, lambda run: run.study["engine"] == "vllm")
+
+    @cached_property
+    def claim(self) -> pd.DataFrame:
+        """Routed tokens of made-up gates follow the KV: those gaps come last, and in no picture."""
+        rows = evidence.claim_gaps(evidence.gap_rows(self.runs))
+        return pd.concat([rows[rows["routing"] != "real"], rows[rows["routing"] == "real"]], ignore_index=True)
+
+    @cached_property
+    def causes(self) -> dict[tuple[object, ...], dict[str, object]]:
+        return evidence.find_causes(self.runs, self.claim)
+
+    @cached_property
+    def pictures(self) -> dict[str, Picture]:
+        """Those that the runs have numbers for."""
+        fixed = self.claim[self.claim["routing"] != "real"]
+        gaps = evidence.gap_rows(self.runs)
+        of_topk = [run for run in self.runs if run.gaps["topk"].nunique() > 1]
+        of_zeros = [run for run in self.runs if run.gaps["arm"].str.contains("zero_fraction").any()]
+        found = [
+            Picture(
+                "claim",
+                "Gap by model and step with the 90 % interval, in both modes, against the margin",
+                lab_tables.with_places(fixed),
+                lambda rows: plots.plot_claim(rows, title=f"Random against zero KV, {self.card}")[0],
+            ),
+            Picture(
+                "contexts",
+                "Gap against context length, by model and phase",
+                evidence.context_gaps(gaps[gaps["routing"] != "real"]),
+                lambda rows: plots.plot_context_panels(rows)[0],
+            ),
+            Picture(
+                "topk",
+                "Gap against top-k: the whole step, and what its kernels add",
+                evidence.sparsity_gaps(of_topk, "topk"),
+                lambda rows: plots.plot_topk_panels(rows)[0],
+            ),
+            Picture(
+                "zeros",
+                "Gap against the share of zero tokens",
+                evidence.sparsity_gaps(of_zeros, "zero_fraction"),
+                lambda rows: plots.plot_zero_panels(rows)[0],
+            ),
+            Picture(
+                "contents",
+                "Gaps of other contents: shapes of the indexer's scores, and what the model itself writes",
+                lab_tables.with_places(evidence.other_arms(self.runs)),
+                lambda rows: plots.plot_claim(rows, group="place", label="arm", title="Other contents")[0],
+            ),
+        ]
+        return {picture.name: picture for picture in found if len(picture.rows)}
+
+    @property
+    def card(self) -> str:
+        gpus, versions = (", ".join(dict.fromkeys(self.claim[name])) for name in ("gpu", "vllm"))
+        return f"one {gpus}, vLLM {versions}"
+
+    def image(self, name: str) -> str:
+        picture = self.pictures.get(name)
+        return f"![{picture.caption}]({self.figures}/{picture.name}.png)" if picture else NOT_YET
+
+    def answer(self) -> str:
+        """A sentence a phase, the table, the picture."""
+        if self.claim.empty:
+            return NOT_YET
+        margin = f"{100 * self.claim['margin'].max():g} %"
+        lines = [f"On {self.card}, dummy weights, at a margin of {margin}:", ""]
+        fixed = self.claim[self.claim["routing"] != "real"]
+        lines += [f"- {self.of_phase(phase, rows)}" for phase, rows in fixed.groupby("phase", sort=False)]
+        real = self.claim[self.claim["routing"] == "real"]
+        if len(real):
+            models = ", ".join(dict.fromkeys(real["model"]))
+            most = percent(real["gap"].max(), 1)
             lines.append(
-                {
-                    "model": row.model + (" (real routing)" if row.routing == "real" else ""),
-                    "case": f"`{row.text}`",
-                    "zeros, ms": f"{row.median_us_zeros / 1e3:.2f}",
-                    "gap of random, %": percent(row.gap, row.ci90_lo, row.ci90_hi),
-                    "zeros again, %": percent(row.aa_gap, row.aa_ci90_lo, row.aa_ci90_hi),
-                    "MHz": f"{zeros.sm_mhz:.0f} to {random.sm_mhz:.0f}",
-                    "W": f"{zeros.watts:.0f} to {random.watts:.0f}",
-                    "verdict at 3 %": row.verdict,
-                }
+                f"- {models} with real routing over made-up gates: up to {most}. Which experts run then follows the KV,"
+                " so these gaps are about routing; they are below, but not counted above."
             )
-    return markdown(pd.DataFrame(lines))
+        table = [markdown(self.table())]
+        if self.claim["hurried"].any():
+            table += ["", f"{lab_tables.HURRIED} {_HURRIED}"]
+        return "\n".join([*lines, "", *table, "", self.image("claim")])
 
+    def of_phase(self, phase: str, rows: pd.DataFrame) -> str:
+        """Does the claim hold, how many gaps say so, and of each model that it does not hold for the largest gap."""
+        counts = rows["verdict"].value_counts()
+        if counts.get("different"):
+            what = "not in general"
+        else:
+            what = "the claim holds" + ("" if counts.get("equivalent") == len(rows) else " where it was decided")
+        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in plots.VERDICT_STYLE if verdict in counts)
+        span = f"{percent(rows['gap'].min(), 1)} to {percent(rows['gap'].max(), 1)}"
+        apart = rows[rows["verdict"] == "different"].sort_values("gap", key=abs, ascending=False)
+        largest = [
+            f"{row['model']} {percent(row['gap'], 1)} at {tokens(row['context'])},"
+            f" {evidence.cause_clause(self.causes.get(evidence.step_key(row)))}"
+            for row in apart.drop_duplicates("model").to_dict("records")
+        ]
+        said = f"**{PHASES.get(phase, phase)}: {what}.** Of {len(rows)} gaps {told} ({span})."
+        return said + (f" The largest: {'; '.join(largest)}." if largest else "")
 
-def percent(gap: float, low: float, high: float) -> str:
-    """A gap with its interval, in percent."""
-    return f"{100 * gap:+.2f} ({100 * low:+.2f} .. {100 * high:+.2f})"
+    def table(self) -> pd.DataFrame:
+        """Cells that do not break, but for the cause: a gap and its interval are read as one."""
+        table = lab_tables.claim_table(self.claim, self.causes)
+        whole = [name for name in table if name != "why"]
+        return table.assign(**{name: table[name].str.replace(" ", NO_BREAK) for name in whole})
 
+    def contexts(self) -> str:
+        return self.image("contexts")
 
-def verify_sentence(pattern: str) -> str:
-    """What `kvlab verify` found in the files that match."""
-    lines = [line for path in sorted(H200.glob(pattern)) for line in path.read_text().splitlines()]
-    rows = pd.DataFrame(map(json.loads, lines))
-    return (
-        f"`kvlab verify` on the same card: {len(rows)} steps of {rows['model'].nunique()} models,"
-        f" {int(rows['bytes_written'].sum()):,} bytes written, {int(rows['bytes_outside'].sum())} outside the touched"
-        f" views."
-    )
+    def sparsity(self) -> str:
+        found = [self.image(name) for name in ("topk", "zeros", "contents") if name in self.pictures]
+        return "\n\n".join(found) or NOT_YET
 
+    def verify_sentence(self, pattern: str) -> str:
+        """What `kvlab verify` found in the files that match."""
+        lines = [line for path in sorted(self.data.glob(pattern)) for line in path.read_text().splitlines()]
+        if not lines:
+            return NOT_YET
+        rows = pd.DataFrame(map(json.loads, lines))
+        return (
+            f"`kvlab verify` on the same card: {len(rows)} steps of {rows['model'].nunique()} models,"
+            f" {int(rows['bytes_written'].sum()):,} bytes written, {int(rows['bytes_outside'].sum())} outside the"
+            f" touched views."
+        )
 
-def bench_table() -> str:
-    """Medians of vLLM's own benchmark and of kvlab's zeros arm, same process, same case."""
-    rows = [row for path in sorted(H200.glob("vllm-*-bench.json")) for row in json.loads(path.read_text())]
-    return markdown(
-        pd.DataFrame(
+    def bench_table(self) -> str:
+        """Medians of vLLM's own benchmark, twice, and of kvlab's zeros arm in between; and the claim by the former."""
+        rows = [row for path in sorted(self.data.glob("vllm-*-bench.json")) for row in json.loads(path.read_text())]
+        lines = [
             {
                 "model": row["model"],
                 "case": f"`{row['case']}`",
-                "vllm bench forward, µs": f"{row['bench_median_us']:.1f}",
-                "kvlab, zeros, µs": f"{row['kvlab_median_us']:.1f}",
+                "vllm bench forward, µs": f"{row['bench']['median_us']:.1f}, {row['bench_again']['median_us']:.1f}",
+                "kvlab, zeros, µs": f"{row['kvlab']['median_us']:.1f}",
                 "ratio": f"{row['ratio']:.4f}",
+                "vllm bench forward, random KV": f"{row['random_over_zeros'] - 1:+.2%}",
             }
             for row in rows
+        ]
+        return markdown(pd.DataFrame(lines)) if lines else NOT_YET
+
+    def reference_table(self) -> str:
+        """The reference engine's families, isolated: gap and 90 % interval by case."""
+        runs = evidence.open_runs(self.data, lambda run: run.study["engine"] == "reference")
+        rows = evidence.gap_rows(runs)
+        rows = rows[(rows["mode"] == "isolated") & (rows["arm"] == "random")]
+        if rows.empty:
+            return NOT_YET
+        rows = rows.assign(
+            cell=[estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) for row in rows.to_dict("records")]
         )
-    )
+        table = rows.pivot(index="case", columns="model", values="cell").loc[list(dict.fromkeys(rows["case"]))]
+        return markdown(table.reset_index())
+
+    def sections(self) -> dict[str, str]:
+        return {
+            "answer": self.answer(),
+            "contexts": self.contexts(),
+            "sparsity": self.sparsity(),
+            "check-table": check_table(),
+            "vllm-verify": self.verify_sentence("vllm-*-verify.jsonl"),
+            "bench-table": self.bench_table(),
+            "reference-table": self.reference_table(),
+            "reference-verify": self.verify_sentence("reference-verify.jsonl"),
+        }
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -107,45 +251,56 @@ def check_table() -> str:
     return "\n".join(["```", *table.splitlines()[: 1 + len(run.verdicts)], "```"])
 
 
-SECTIONS = {
-    "check-table": check_table,
-    "vllm-table": vllm_table,
-    "vllm-verify": lambda: verify_sentence("vllm-*-verify.jsonl"),
-    "bench-table": bench_table,
-    "reference-table": reference_table,
-    "reference-verify": lambda: verify_sentence("reference-verify.jsonl"),
-}
+def render(text: str, page: Page) -> str:
+    """The README with each `<!-- NAME -->...<!-- /NAME -->` filled anew.
 
-
-def render(text: str) -> str:
-    """The README with each `<!-- NAME -->...<!-- /NAME -->` filled anew."""
-    for name, write in SECTIONS.items():
+    Raises:
+        SystemExit: for a section that the README has no place for.
+    """
+    for name, said in page.sections().items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
-            raise SystemExit(f"README.md has no section {name!r}")
-        text = pattern.sub(lambda found, write=write: found[1] + write() + "\n" + found[2], text)
+            raise SystemExit(f"the README has no section {name!r}")
+        text = pattern.sub(lambda found, said=said: found[1] + said + "\n" + found[2], text)
     return text
 
 
-def draw() -> None:
-    """The README's figures."""
-    figures = ROOT / "data" / "figures"
-    verdicts = concat(vllm_runs("isolated"), "verdicts")
-    # With real routing the gap is about experts: in the table, not in the picture of the claim.
-    fig, _ = plot_gaps(verdicts[verdicts["routing"] != "real"], title="Random against zero KV in vLLM 0.33, one H200")
-    fig.savefig(figures / "vllm-gaps.png", dpi=150)
+def draw(page: Page, figures: Path) -> None:
+    """The README's figures; those of a former day that no longer have numbers go."""
+    figures.mkdir(parents=True, exist_ok=True)
+    for old in figures.glob("*.png"):
+        if old.stem not in page.pictures:
+            old.unlink()
+    for picture in page.pictures.values():
+        fig = picture.draw(picture.rows)
+        fig.savefig(figures / f"{picture.name}.png", dpi=150, metadata={DIGEST: picture.digest})
 
 
-def main() -> int:
+def stale(page: Page, readme: Path, figures: Path) -> list[str]:
+    """Names of what does not say what the runs say."""
+    found = [] if render(readme.read_text(), page) == readme.read_text() else [readme.name]
+    for picture in page.pictures.values():
+        path = figures / f"{picture.name}.png"
+        if not path.exists() or Image.open(path).info.get(DIGEST) != picture.digest:
+            found.append(path.name)
+    return found + [path.name for path in sorted(figures.glob("*.png")) if path.stem not in page.pictures]
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    path = ROOT / "README.md"
-    text = path.read_text()
-    rendered = render(text)
-    if parser.parse_args().check:
-        return int(rendered != text)
-    path.write_text(rendered)
-    draw()
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "h200", help="folder of runs")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="to rewrite between its markers")
+    parser.add_argument("--figures", type=Path, default=ROOT / "data" / "figures", help="where the pictures go")
+    args = parser.parse_args(arguments)
+    page = Page(args.data, Path(os.path.relpath(args.figures, args.readme.parent)).as_posix())
+    if args.check:
+        old = stale(page, args.readme, args.figures)
+        if old:
+            print(f"not what the runs say: {', '.join(old)}; run python tools/readme.py", file=sys.stderr)
+        return int(bool(old))
+    args.readme.write_text(render(args.readme.read_text(), page))
+    draw(page, args.figures)
     return 0
 
 

@@ -19,7 +19,7 @@ from kvlab.engines.prefill import Prefilled, prefix_batches
 from kvlab.errors import CapacityError, EngineError
 from kvlab.kv.batch import Batch, build_batch
 from kvlab.kv.extents import storage_extents
-from kvlab.kv.fills import Fill, distinct_layers, fill_kv_blocks, zero_kv_blocks
+from kvlab.kv.fills import Fill, FillPlans, distinct_layers, fill_kv_blocks, zero_kv_blocks
 from kvlab.kv.formats import Format
 from kvlab.kv.snapshot import Snapshot
 from kvlab.kv.views import layer_tensors, owned_kv_views, touched_kv_views
@@ -171,6 +171,7 @@ class Step(ABC):
         )
         self._snapshot = Snapshot(self.touched)
         self._filled = False
+        self._plans = FillPlans()
         self._prefilled: Snapshot | None = None
 
     @property
@@ -213,6 +214,7 @@ class Step(ABC):
             generator,
             formats=self.engine.formats,
             block_dims=self.engine.block_dims,
+            plans=self._plans,
         )
         self.save()
 

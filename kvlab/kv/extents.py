@@ -44,15 +44,20 @@ def view_intervals(view: torch.Tensor) -> Intervals:
     """The byte runs that a view covers, in any order: int64 [runs, 2]."""
     if not view.numel():
         return np.empty((0, 2), np.int64)
+    offsets, run = strided_runs(tuple(view.shape), view.stride())
+    return (offsets[:, None] + int(view.storage_offset()) + np.array([0, run])) * view.element_size()
+
+
+def strided_runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int]:
+    """Where the runs of adjacent elements of a view begin, after its first element, in any order; and their length."""
     run = 1
-    dims = sorted(((s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n > 1), reverse=True)
+    dims = sorted(((s, n) for s, n in zip(stride, shape, strict=True) if n > 1), reverse=True)
     while dims and dims[-1][0] == run:
         run *= dims.pop()[1]
-    size = view.element_size()
-    offsets = np.array([view.storage_offset()], np.int64)
-    for stride, count in dims:
-        offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
-    return np.stack([offsets, offsets + run], axis=1) * size
+    offsets = np.zeros(1, np.int64)
+    for step, count in dims:
+        offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
+    return offsets, run
 
 
 def merge_intervals(intervals: Intervals) -> Intervals:

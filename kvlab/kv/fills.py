@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.kv.filling import distinct_layers, fill_kv_blocks, zero_kv_blocks
+from kvlab.kv.filling import FillPlans, distinct_layers, fill_kv_blocks, zero_kv_blocks
 from kvlab.kv.parsing import FILLS, parse_fill
 from kvlab.kv.rules import STATE_SCALE, Constant, Fill, Mix, Prefill, Random, Zeros
 from kvlab.kv.scores import SCORES, Scores
@@ -13,6 +13,7 @@ __all__ = [
     "STATE_SCALE",
     "Constant",
     "Fill",
+    "FillPlans",
     "Mix",
     "Prefill",
     "Random",

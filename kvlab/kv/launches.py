@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ import torch
 import triton
 
 from kvlab.kv import random_kernel
-from kvlab.kv.extents import view_intervals
+from kvlab.kv.extents import strided_runs
 from kvlab.kv.formats import DeepseekV4Format, Format, Fp8DsMlaFormat, Fp8Format, IndexerFormat, RawFormat
+from kvlab.kv.owned import OwnedBlocks
 from kvlab.kv.random_kernel import fill_packed, fill_runs
 from kvlab.kv.request_draws import RequestDraws
 from kvlab.kv.rules import Random, ValueFill, Zeros
@@ -71,65 +74,99 @@ class Lie:
     token_length: int
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call: layers that lie alike, all their blocks, and the tables that it reads.
+
+    Attributes:
+        starts: of each layer's block 0, int64 [layers].
+        runs: `Lie.runs`, int64 [runs].
+        blocks: kernel blocks, int32.
+    """
+
+    lie: Lie
+    layers: list[LayerTensor]
+    starts: torch.Tensor
+    runs: torch.Tensor
+    blocks: torch.Tensor
+
+    def draw(self, requests: RequestDraws) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, zero tokens) of `fill_runs`, for one seed."""
+        if self.lie.kind == "zeros":
+            # Read by no kernel.
+            return self.starts, self.blocks.view(torch.uint8)
+        keys = _on_device([requests.key(layer) for layer in self.layers], self.blocks.device)
+        if not self.lie.share:
+            return keys, self.blocks.view(torch.uint8)
+        return keys, requests.zero_tokens(self.layers[0], self.lie.share).view(torch.uint8)
+
+    def run(self, keys: torch.Tensor, zeros: torch.Tensor) -> None:
+        """Fill the layers' blocks."""
+        tensor = self.layers[0].tensor
+        with torch.cuda.device_of(tensor):
+            if self.lie.kind == "packed":
+                _launch_packed(self.lie, tensor, keys, self.starts, self.blocks, zeros)
+            else:
+                _launch_runs(self.lie, tensor, keys, self.starts, self.blocks, self.runs, zeros)
+
+
 class LaunchPlan:
     """Layers to be filled, gathered by how they lie."""
 
     def __init__(self) -> None:
-        self._members: dict[Lie, list[tuple[LayerTensor, int, int]]] = {}
+        self._members: dict[Lie, list[tuple[LayerTensor, int]]] = {}
 
-    def add(self, layer: LayerTensor, fmt: Format | None, fill: ValueFill, key: int) -> bool:
-        """Take a layer, unless no kernel can fill it.
-
-        Args:
-            fmt: None for zeros.
-            key: of its draws.
-        """
+    def add(self, layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> bool:
+        """Take a layer, unless no kernel can fill it; no format for zeros."""
         found = _lie_of(layer, fmt, fill)
         if found is not None:
             lie, start = found
-            self._members.setdefault(lie, []).append((layer, start, key))
+            self._members.setdefault(lie, []).append((layer, start))
         return found is not None
 
-    def launch(self, requests: RequestDraws) -> None:
-        """Fill the layers' owned blocks."""
+    def launches(self, owned: OwnedBlocks) -> list[Launch]:
+        """What fills the owned blocks of the layers, its tables on the device."""
+        launches = []
         for lie, members in self._members.items():
-            layer, device = members[0][0], members[0][0].tensor.device
-            blocks = requests.kernel_blocks(lie.group_id, lie.factor)
-            if not len(blocks):
-                continue
-            # Keys are unsigned, PyTorch's integers not.
-            keys = np.array([key for _, _, key in members], np.uint64).view(np.int64)
-            tables = [
-                torch.from_numpy(keys).to(device),
-                torch.tensor([start for _, start, _ in members], device=device),
-                blocks,
-            ]
-            zeros = requests.zero_tokens(layer, lie.share).view(torch.uint8) if lie.share else blocks.view(torch.uint8)
-            with torch.cuda.device_of(layer.tensor):
-                (_launch_packed if lie.kind == "packed" else _launch_runs)(lie, layer.tensor, tables, zeros)
+            blocks = owned.kernel_blocks(lie.group_id, lie.factor)
+            if len(blocks):
+                starts = torch.tensor([start for _, start in members], device=blocks.device)
+                runs = torch.tensor(lie.runs, device=blocks.device)
+                launches.append(Launch(lie, [layer for layer, _ in members], starts, runs, blocks))
+        return launches
 
 
 def launch_normals(key: int, begin: int, blocks: int, count: int, device: torch.device) -> torch.Tensor:
     """Normal values for kernel blocks from `begin` on, under a layer's key: float32 [blocks, count]."""
     length = -(-count // 8)
     values = torch.empty(blocks, length * 8, device=device)
-    # Blocks are counted from `begin`, but lie from the tensor's first value on.
     lie = Lie(0, 1, 0, "float", values.dtype, None, 1.0, 0.0, 32, length, length, (0,), 1, 1)
-    tables = [
-        torch.from_numpy(np.array([key], np.uint64).view(np.int64)).to(device),
-        torch.tensor([-begin * length], device=device),
-        torch.arange(begin, begin + blocks, dtype=torch.int32, device=device),
-    ]
+    keys = _on_device([key], device)
+    # Blocks are counted from `begin`, but lie from the tensor's first value on.
+    starts = torch.full((1,), -begin * length, device=device)
+    ids = torch.arange(begin, begin + blocks, dtype=torch.int32, device=device)
     with torch.cuda.device_of(values):
-        _launch_runs(lie, values, tables, tables[2].view(torch.uint8))
+        _launch_runs(lie, values, keys, starts, ids, torch.zeros_like(starts), ids.view(torch.uint8))
     return values[:, :count]
 
 
-def _launch_runs(lie: Lie, tensor: torch.Tensor, tables: list[torch.Tensor], zeros: torch.Tensor) -> None:
-    keys, starts, blocks = tables
+def _on_device(keys: list[int], device: torch.device) -> torch.Tensor:
+    """Keys as int64, for PyTorch lacks unsigned ones; from pinned memory, for else the host waits for the device."""
+    table = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _launch_runs(
+    lie: Lie,
+    tensor: torch.Tensor,
+    keys: torch.Tensor,
+    starts: torch.Tensor,
+    blocks: torch.Tensor,
+    runs: torch.Tensor,
+    zeros: torch.Tensor,
+) -> None:
     groups = min(_GROUPS, triton.next_power_of_2(lie.length))
-    runs = torch.tensor(lie.runs, device=tensor.device)
-    fill_runs[(len(blocks) * len(runs) * triton.cdiv(lie.length, groups), len(keys))](
+    fill_runs[(len(blocks) * len(runs) * triton.cdiv(lie.length, groups), len(starts))](
         _storage(tensor, lie.dtype),
         keys,
         starts,
@@ -150,12 +187,18 @@ def _launch_runs(lie: Lie, tensor: torch.Tensor, tables: list[torch.Tensor], zer
     )
 
 
-def _launch_packed(lie: Lie, tensor: torch.Tensor, tables: list[torch.Tensor], zeros: torch.Tensor) -> None:
+def _launch_packed(
+    lie: Lie,
+    tensor: torch.Tensor,
+    keys: torch.Tensor,
+    starts: torch.Tensor,
+    blocks: torch.Tensor,
+    zeros: torch.Tensor,
+) -> None:
     assert lie.fmt is not None
     layout = _PACKED[lie.fmt]
-    keys, starts, blocks = tables
     tokens = min(_PACKED_VALUES // layout["TILE"], triton.next_power_of_2(lie.tokens))
-    fill_packed[(len(blocks) * triton.cdiv(lie.tokens, tokens), len(keys))](
+    fill_packed[(len(blocks) * triton.cdiv(lie.tokens, tokens), len(starts))](
         *(_storage(tensor, dtype) for dtype in (lie.dtype, torch.float32, torch.bfloat16)),
         keys,
         starts,
@@ -188,12 +231,10 @@ def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[Li
     kind, dtype, scale = written
     tensor, size, share = layer.tensor, layer.tensor.element_size(), fill.zero_share
     unit = 8 * size if kind in ("float", "e4m3") else 16
-    intervals = view_intervals(tensor.narrow(layer.dim, 0, 1))
-    begin, length = int(intervals[:, 0].min()), int(intervals[0, 1] - intervals[0, 0])
-    runs = np.sort(intervals[:, 0]) - begin
-    stride = tensor.stride(layer.dim) * size
-    aligned = not any(n % unit for n in (begin, length, stride, *runs.tolist()))
-    if not aligned or tensor.untyped_storage().data_ptr() % 16 or np.any(np.diff(runs) < length):
+    runs, length = _block_runs(tuple(tensor.shape), tensor.stride(), layer.dim, size)
+    begin, stride = tensor.storage_offset() * size, tensor.stride(layer.dim) * size
+    aligned = not any(n % unit for n in (begin, length, stride, *runs))
+    if not aligned or tensor.untyped_storage().data_ptr() % 16 or any(b - a < length for a, b in pairwise(runs)):
         return None
     tokens = token_length = 1
     if kind == "packed" or share:
@@ -216,11 +257,18 @@ def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[Li
         unit=unit,
         block_stride=stride // unit,
         length=length // unit,
-        runs=tuple((runs // unit).tolist()),
+        runs=tuple(run // unit for run in runs),
         tokens=tokens,
         token_length=token_length,
     )
     return lie, begin // unit
+
+
+@lru_cache
+def _block_runs(shape: tuple[int, ...], stride: tuple[int, ...], dim: int, size: int) -> tuple[tuple[int, ...], int]:
+    """Where the runs of adjacent bytes of a kernel block begin, in ascending order, and their length."""
+    offsets, run = strided_runs((*shape[:dim], 1, *shape[dim + 1 :]), stride)
+    return tuple((np.sort(offsets) * size).tolist()), run * size
 
 
 def _written(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[str, torch.dtype, float] | None:

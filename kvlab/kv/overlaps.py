@@ -39,11 +39,13 @@ def check_overlaps(layers: Iterable[LayerTensor], batch: Batch) -> None:
 
 def _place(layer: LayerTensor) -> tuple[int, int, int, int]:
     """(first byte, bytes from block to block, end of block 0, end of the last block) of a layer's tensor."""
-    block = view_intervals(layer.blocks(0, 1))
-    size = layer.tensor.element_size()
-    stride = layer.tensor.stride(layer.dim) * layer.factor * size
-    begin, end = int(block[:, 0].min()), int(block[:, 1].max())
-    return begin, stride, end, end + (layer.tensor.shape[layer.dim] // layer.factor - 1) * stride
+    tensor, size = layer.tensor, layer.tensor.element_size()
+    stride, last = (
+        tensor.stride(layer.dim) * count for count in (layer.factor, tensor.shape[layer.dim] - layer.factor)
+    )
+    begin = int(tensor.storage_offset())
+    extent = 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, stride * size, (begin + extent - last) * size, (begin + extent) * size
 
 
 def _doubtful_pairs(places: Intervals) -> list[list[int]]:

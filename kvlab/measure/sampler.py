@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -17,6 +17,10 @@ from kvlab.measure.telemetry import NoTelemetry, Reading, Telemetry
 
 # Seconds between two readings: clocks and power change within 10 to 100 ms, and a reading takes about a millisecond.
 PERIOD_S = 0.03
+# And while a card works and rests in turn: many fall into the rests.
+RESTING_PERIOD_S = 0.01
+# What a reading takes at most, as a rule; its clocks may be from as long before it is finished.
+READING_S = 0.005
 # The energy counter is seen to move up to one period late, at either end: at most 10 % over this many periods.
 _ENERGY_PERIODS = 20
 
@@ -94,9 +98,23 @@ class Sampler:
             self._thread.join()
             self._thread = None
 
-    def summary(self) -> Summary:
-        """The readings in one line."""
-        return summarise(self.readings, self._period_s)
+    def during(self, busy: Sequence[tuple[float, float]]) -> list[TimedReading]:
+        """The readings taken while the card worked.
+
+        Args:
+            busy: spans of `time.perf_counter`, where it rested in between; none where it never did.
+        """
+        if not busy:
+            return self.readings
+        return [r for r in self.readings if any(begin + READING_S <= r.t_s <= end for begin, end in busy)]
+
+    def summary(self, busy: Sequence[tuple[float, float]] = ()) -> Summary:
+        """The readings in one line; with `busy` those of `during`, whose watts are the sensor's."""
+        readings = self.during(busy)
+        if busy:
+            # The energy between two of them is the rests' too.
+            readings = [replace(reading, joules=None) for reading in readings]
+        return summarise(readings, self._period_s)
 
     def rows(self) -> list[dict[str, Any]]:
         """The readings as records for `Run.add_telemetry`: t_s, sm_mhz, mem_mhz, watts, celsius, ..."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -27,11 +28,13 @@ class Timer(ABC):
         kind: `cuda_graph_events` or `cpu_clock`, stored with the run.
         mode: `isolated` or `sustained`; a clock that knows no difference is `isolated`.
         rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
+        busy: where there were rests, the spans of `time.perf_counter` in which the last `time` had the card work.
     """
 
     kind: str
     mode = "isolated"
     rest = 0.0
+    busy: Sequence[tuple[float, float]] = ()
 
     @abstractmethod
     def time(self, count: int) -> list[float]:
@@ -96,8 +99,9 @@ class _Lane:
 class GraphTimer(Timer):
     """CUDA graph replays.
 
-    `isolated` waits for each replay before it launches the next, and rests in between where `rest` says so. `sustained` keeps one replay queued behind the one
-    that runs: two graphs of the same step, each with its own events, take turns, so the GPU never idles.
+    `isolated` waits for each replay before it launches the next, and rests in between where `rest` says so.
+    `sustained` keeps one replay queued behind the one that runs: two graphs of the same step, each with its own events,
+    take turns, so the GPU never idles.
 
     Attributes:
         graph_vs_eager: relative RMS distance of the captured from the eager output; kept with the run.
@@ -127,12 +131,15 @@ class GraphTimer(Timer):
     def time(self, count: int) -> list[float]:
         if len(self._lanes) == 1:
             (lane,) = self._lanes
-            times = []
+            times, busy = [], []
             for _ in range(count):
+                begin = time.perf_counter()
                 lane.graph.replay()
                 times.append(lane.elapsed_us())
                 if self.rest:
+                    busy.append((begin, time.perf_counter()))
                     time.sleep(self.rest * times[-1] / 1e6)
+            self.busy = busy
             return times
         times = []
         self._lanes[0].graph.replay()

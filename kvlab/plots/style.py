@@ -16,7 +16,7 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kvlab.errors import RunError
 
@@ -38,6 +38,11 @@ VERDICT_STYLE = {
 }
 SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":")
+# mode -> colour and dash of a line, mark, what it means.
+MODES: dict[str, tuple[str, Any, str, str]] = {
+    "isolated": (BLUE, "-", "o", "isolated: each step alone"),
+    "sustained": (VERMILION, "--", "s", "sustained: back to back"),
+}
 _ARMS = {"zeros": (BLUE, "o"), "zeros_again": (SKY, "s"), "random": (VERMILION, "D")}
 _OTHER_ARMS = ((GREEN, "^"), (PURPLE, "v"), (ORANGE, "P"), (BLACK, "X"), (BLUE, "<"), (VERMILION, ">"), (GREEN, "d"))
 
@@ -238,7 +243,7 @@ def draw_margin(ax: Axes, margins: pd.Series, *, vertical: bool) -> list[Any]:
 def percent_axis(axis: Any) -> None:
     """A few ticks of a fraction, in percent."""
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %".replace("-", MINUS)))
 
 
 def gap_limits(gaps: pd.DataFrame, low: str = "ci90_lo", high: str = "ci90_hi") -> tuple[float, float]:

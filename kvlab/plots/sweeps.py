@@ -11,9 +11,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvlab.errors import RunError
+from kvlab.plots.axes import log_axis
 from kvlab.plots.style import (
     DASHES,
     FAINT,
@@ -65,7 +65,7 @@ def plot_context_sweep(gaps: pd.DataFrame, *, arm: str = "random", title: str | 
     """
     rows = _of_arm(gaps, arm)
     fig, ax = _sweep(rows, "context", title or f"Gap of {arm} KV by context length")
-    _log_axis(ax, rows["context"], tokens)
+    log_axis(ax, rows["context"], tokens)
     ax.set_xlabel("context (tokens of KV of the longest request)")
     ax.set_ylabel(f"time under {shorten(arm, 28)} KV\nagainst zero KV (gap)")
     return fig, ax
@@ -88,7 +88,7 @@ def plot_topk_sweep(gaps: pd.DataFrame, *, arm: str = "random", title: str | Non
     if rows.empty:
         raise RunError("no gap of a model with a top-k to plot: all are dense")
     fig, ax = _sweep(rows, "topk", title or f"Gap of {arm} KV by top-k")
-    _log_axis(ax, rows["topk"], lambda k: f"{k:,.0f}")
+    log_axis(ax, rows["topk"], lambda k: f"{k:,.0f}")
     ax.set_xlabel("top-k (tokens that a query attends to)")
     ax.set_ylabel(f"time under {shorten(arm, 28)} KV\nagainst zero KV (gap)")
     return fig, ax
@@ -229,20 +229,3 @@ def _lines(rows: pd.DataFrame, x: str) -> dict[str, pd.DataFrame]:
         ", ".join(named[column](value) for column, value in zip(by, values, strict=True)): line
         for values, line in groups
     }
-
-
-def _log_axis(ax: Axes, values: pd.Series, text: Callable[[float], str]) -> None:
-    """A logarithmic axis with a tick at each value, but for those that would touch another."""
-    ax.set_xscale("log", base=2)
-    found = sorted({float(v) for v in values})
-    low, high = found[0], found[-1]
-    pad = max((high / low) ** 0.05, 1.15 if high > low else 2.0)
-    ax.set_xlim(low / pad, high * pad)
-    apart = (high / low * pad**2) ** 0.075
-    ticks: list[float] = []
-    for value in found:
-        if not ticks or value >= ticks[-1] * apart:
-            ticks.append(value)
-    ax.xaxis.set_major_locator(FixedLocator(ticks))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))

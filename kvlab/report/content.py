@@ -56,6 +56,7 @@ class Report:
     undrawn: tuple[str, ...]
     arms: Table | None
     causes: tuple[tuple[str, str], ...]
+    parts: tuple[Table, ...]
     clocks: Table | None
     unsettled: tuple[tuple[str, str, tuple[str, ...]], ...]
     remarks: tuple[tuple[str, str], ...]
@@ -85,7 +86,8 @@ def make_report(runs: Sequence[RunFacts], missing: Sequence[str] = (), title: st
         drawings=tuple(drawn),
         undrawn=tuple(undrawn),
         arms=_arms(runs),
-        causes=tuple((name(row), row.cause) for row in by_severity(rows) if row.cause),
+        causes=tuple((name(row), row.cause) for row in by_severity(rows) if row.cause and row.verdict != "invalid"),
+        parts=_parts(rows),
         clocks=_clocks(rows),
         unsettled=tuple(
             (name(row), row.verdict, row.reasons)
@@ -162,6 +164,42 @@ def _arms(runs: Sequence[RunFacts]) -> Table | None:
     label = ("run",) if len(runs) > 1 else ()
     head = ("verdict", *label, "case", "mode", "contents", "gap, % (90 % interval)")
     return Table(head, tuple(found), tuple(marks)) if found else None
+
+
+ABOUT_PARTS = (
+    "Parts are in % of the step under zeros, with 90 % intervals where they are known."
+    " Selection: top-k and gathers, by the kernels of the profiled replays, which are few and share their moment;"
+    " without a profile, the effect of the indexer's contents in cycles. Clock: what of the rest of the gap the change"
+    " of clock can explain. Neither: what is left. Indexer and KV: effects of the contents of either, from the arms"
+    " that fill one alone; in cycles (time x SM clock) the KV's contents have no effect where it is the clock."
+)
+
+
+def _parts(rows: Sequence[Row]) -> tuple[Table, ...]:
+    """Of each gap that has a cause: how much is selection, how much clock; then the 2x2 of the cache's roles."""
+    name = namer(rows)
+    explained = [row for row in by_severity(rows) if row.parts.get("kind", "none") != "none"]
+    columns: dict[str, list[str]] = {"case": [name(row) for row in explained]}
+    columns["gap, %"] = [estimate_text(row.gap, row.ci90) for row in explained]
+    for key, head in (("selection", "selection"), ("clocks", "clock"), ("other", "neither")):
+        columns[f"{head}, %"] = [_part(row.parts.get(key), row.zeros_us) for row in explained]
+    crossed = [row for row in explained if "indexer" in row.parts]
+    effects: dict[str, list[str]] = {"case": [name(row) for row in crossed]}
+    for key, head in (("indexer", "indexer"), ("kv", "KV")):
+        for more, unit in (("", ", %"), ("_cycles", " in cycles, %")):
+            found = [row.parts.get(key + more) for row in crossed]
+            effects[head + unit] = [estimate_text(e["gap"], e["ci90"]) if e else DASH for e in found]
+    tables = [of for of in (columns, effects) if of["case"]]
+    return tuple(Table(tuple(of), tuple(zip(*of.values(), strict=True))) for of in tables)
+
+
+def _part(part: Mapping[str, Any] | None, zeros_us: float | None) -> str:
+    """In percent of the step, as the table's other numbers: `-9.77 (-9.93 .. -9.60)`."""
+    if not part:
+        return DASH
+    ends = part.get("ci90") if part["us"] else None
+    step = part["us"] / part["of_step"] if part["of_step"] else zeros_us
+    return estimate_text(part["of_step"], (ends[0] / step, ends[1] / step) if ends and step else None)
 
 
 def _clocks(rows: Sequence[Row]) -> Table | None:

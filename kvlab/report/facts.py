@@ -39,6 +39,8 @@ class Row:
         p_holm: p adjusted for all rows of the report that have one.
         reasons: sentences of the verdict.
         cause: a sentence; the verdict's, else, for the same two, what `kvlab.causes` finds in what is stored.
+        parts: of the gap, with intervals: the verdict's `cause` as a mapping; empty where nobody looked.
+        profiles: arm -> how its kernels add up to the timed step; empty where nothing was profiled.
         also: margin as text -> verdict there.
     """
 
@@ -70,6 +72,8 @@ class Row:
     p_holm: float | None = None
     reasons: tuple[str, ...] = ()
     cause: str | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    profiles: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -230,6 +234,8 @@ def _decided(
         planned=plan.get("rounds"),
         zeros_us=(verdict.get("median_us") or {}).get(BASELINE),
         reasons=_sentences(verdict.get("reasons")),
+        parts=verdict["cause"] if isinstance(verdict.get("cause"), Mapping) else {},
+        profiles=verdict.get("profiles") or {},
         also=verdict.get("also") or {},
     )
     if measured is None:

@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 
 from kvlab import plots
 from kvlab.errors import KvlabError
-from kvlab.plots.style import shorten
+from kvlab.plots.style import percent, percent_interval, shorten
 from kvlab.plots.sweeps import zero_fraction
 from kvlab.report.answer import namer
 from kvlab.report.facts import Row, RunFacts, by_severity
+from kvlab.stats import BASELINE
 
 _ROWS = 28  # of gaps in one figure: as many as a page holds
 _LINES = 8  # of a sweep in one figure
@@ -134,17 +135,51 @@ def _kernels(runs: Sequence[RunFacts]) -> Planned:
     rows = [row for run in runs for row in run.rows]
     name = namer(rows)
     profiled = {run.label: run.kernels for run in runs if len(run.kernels)}
-    keys = {
-        (label, case, mode) for label, k in profiled.items() for case, mode in zip(k["case"], k["mode"], strict=True)
-    }
-    for row in notable([row for row in rows if (row.run, row.case, row.mode) in keys], _KERNELS):
+    # An unfinished case may have some of its arms.
+    arms = {(label, *key): set(of["arm"]) for label, k in profiled.items() for key, of in k.groupby(["case", "mode"])}
+    compared = [row for row in rows if {BASELINE, row.arm} <= arms.get((row.run, row.case, row.mode), set())]
+    for row in _explained(compared):
         kernels = profiled[row.run]
         of_case = kernels[(kernels["case"] == row.case) & (kernels["mode"] == row.mode)]
         if "role" in of_case:
-            caption = f"{name(row)}: where a step's time goes, and what each part adds to the gap."
+            caption = (
+                f"{name(row)}: where a step's time goes, and what each part adds to the gap. {_closes(row)}".strip()
+            )
             yield caption, lambda k=of_case, arm=row.arm: plots.plot_parts(k, arms=[arm])[0]  # type: ignore[misc]
-        caption = f"{name(row)}: the kernels that add most to the gap."
+        caption = f"{name(row)}: the kernels that add most to the gap. {_closes(row)}".strip()
         yield caption, lambda k=of_case, arm=row.arm: plots.plot_kernels(k, arm=arm)[0]  # type: ignore[misc]
+
+
+def _explained(rows: Sequence[Row]) -> list[Row]:
+    """Whose kernels are shown: one a model first, the worst verdict first; invalid ones where there is no other."""
+    sound = [row for row in by_severity(rows) if row.verdict != "invalid"] or by_severity(rows)
+    first: dict[str, Row] = {}
+    for row in sound:
+        first.setdefault(row.model, row)
+    others = [row for row in sound if row.verdict != "equivalent" and row not in first.values()]
+    return [*first.values(), *others][: max(_KERNELS, len(first))]
+
+
+def _closes(row: Row) -> str:
+    """What a profile's kernels leave of the timed step, said where a reader would take the figure for more."""
+    if not all(name in row.profiles for name in (BASELINE, row.arm)):
+        return ""
+    told = []
+    for name in (BASELINE, row.arm):
+        profile = row.profiles[name]
+        told.append(f"{profile['closure']:.1%} under {name}")
+        if profile["overlap_us"] > 0.01 * profile["timed_us"]:
+            once = profile["busy_us"] / profile["timed_us"]
+            told[-1] += f" ({once:.1%} with kernels that ran side by side counted once)"
+    bad = [name for name in (BASELINE, row.arm) if not row.profiles[name]["closes"]]
+    head = "The kernels' times do NOT add up to the timed step within 3 %" if bad else "The kernels' times add up to"
+    said = f"{head}: {', '.join(told)}." if bad else f"{head} {', '.join(told)} of the timed step."
+    if row.gap is not None:
+        zeros, other = (row.profiles[name]["timed_us"] for name in (BASELINE, row.arm))
+        rounds = f"{percent(row.gap)} ({percent_interval(*row.ci90)})" if row.ci90 else percent(row.gap)
+        said += f" The total gap of the profile is {percent(other / zeros - 1)}, of the rounds {rounds}."
+    replays = row.profiles[BASELINE].get("replays")
+    return said + (f" Whiskers: 90 %, over {replays} profiled replays." if replays else "")
 
 
 def _samples(runs: Sequence[RunFacts]) -> Planned:

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from kvlab.plots.style import VERDICT_STYLE
-from kvlab.report.content import Report
+from kvlab.report.content import ABOUT_PARTS, Report
 
 # An SVG of more marks, or larger than this, is larger than its picture at a printer's resolution.
 _SVG_MARKS, _SVG_BYTES = 800, 120_000
@@ -42,6 +42,7 @@ p, ul { max-width: 48rem; }
 .counts { display: flex; flex-wrap: wrap; gap: .5rem 1.4rem; list-style: none; padding: 0; margin: .6rem 0 1rem; }
 .counts b { font-size: 1.35em; font-weight: 600; margin: 0 .15rem; }
 .wide { overflow-x: auto; }
+.wide + .wide { margin-top: 1rem; }
 table { border-collapse: collapse; font-size: .8rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid #e2e2e2; }
 th { font-weight: 600; border-bottom: 1px solid #999; white-space: nowrap; }
@@ -121,9 +122,11 @@ _TEMPLATE = """\
 {% endfor %}{% endif %}
 {% if r.arms %}<h2>Other contents</h2>
 {{ table(r.arms) }}{% endif %}
-{% if r.causes or r.clocks or r.remarks %}<h2>Causes</h2>
+{% if r.causes or r.parts or r.clocks or r.remarks %}<h2>Causes</h2>
 {% if r.causes %}<ul>{% for who, cause in r.causes %}<li><b>{{ who }}</b>: {{ cause }}</li>
 {% endfor %}</ul>{% endif %}
+{% if r.parts %}{% for t in r.parts %}{{ table(t) }}{% endfor %}
+<p class="quiet">{{ about_parts }}</p>{% endif %}
 {% if r.clocks %}{{ table(r.clocks) }}
 <p class="quiet">The gap in cycles is that of time x SM clock: what is left of the gap once the clock is taken out,
 as far as the clock was read while the replays ran.</p>{% endif %}
@@ -151,7 +154,11 @@ as far as the clock was read while the replays ran.</p>{% endif %}
 def to_html(report: Report, version: str) -> str:
     """The report as the text of one HTML file; every text in it is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    helpers = {"mark": _mark, "picture": lambda drawing: _picture(drawing.figure, drawing.caption)}
+    helpers = {
+        "about_parts": ABOUT_PARTS,
+        "mark": _mark,
+        "picture": lambda drawing: _picture(drawing.figure, drawing.caption),
+    }
     template = environment.from_string(_TEMPLATE, globals=helpers)
     return template.render(r=report, version=version, style=Markup(_STYLE))
 

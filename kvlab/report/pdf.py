@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 import matplotlib
 
 from kvlab.errors import RunError
-from kvlab.report.content import Report, Table
+from kvlab.report.content import ABOUT_PARTS, Report, Table
 from kvlab.report.html import INKS, MARKS, png_bytes
 
 _DPI = 190
@@ -75,8 +75,11 @@ def _story(report: Report, version: str, width: float, height: float) -> list[An
     story += [text(f"Not drawn: {sentence}", "quiet") for sentence in report.undrawn]
     if report.arms:
         story += [text("Other contents", "h2"), _table(report.arms, width)]
-    if report.causes or report.clocks or report.remarks:
+    if report.causes or report.parts or report.clocks or report.remarks:
         story += [text("Causes", "h2"), *bullets([f"{who}: {cause}" for who, cause in report.causes])]
+        for table in report.parts:
+            story += [_table(table, width), Spacer(1, 6)]
+        story += [text(ABOUT_PARTS, "quiet")] if report.parts else []
         story += [_table(report.clocks, width)] if report.clocks else []
         story += bullets([f"{remark} ({who})" for who, remark in report.remarks])
     if report.unsettled:
@@ -124,7 +127,7 @@ def _image(png: bytes, figure: Any, caption: str, width: float, height: float, s
     from reportlab.platypus import Image, KeepTogether, Paragraph, Spacer
 
     wide, high = (72 * inches for inches in figure.get_size_inches())
-    scale = min(1.0, width / wide, (height - 40) / high)
+    scale = min(1.0, width / wide, (height - 64) / high)
     image = Image(io.BytesIO(png), wide * scale, high * scale, hAlign="LEFT")
     return KeepTogether([Spacer(1, 10), image, Paragraph(escape(caption), styles["quiet"])])
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvlab.cases import parse_case
 from kvlab.errors import FillError, FormatError, GeometryError, KvlabError
-from kvlab.kv import filling
+from kvlab.kv import fill_plan, filling
 from kvlab.kv.batch import build_batch
 from kvlab.kv.detect import format_of
-from kvlab.kv.filling import distinct_layers, fill_kv_blocks, zero_kv_blocks
+from kvlab.kv.filling import FillPlans, distinct_layers, fill_kv_blocks, zero_kv_blocks
 from kvlab.kv.formats import Fp8Format, IndexerFormat, RawFormat
 from kvlab.kv.rules import STATE_SCALE, Constant, Mix, Random, Zeros
 from kvlab.kv.views import layer_tensors
@@ -304,7 +304,7 @@ def test_one_request_and_layer_at_a_time_gives_the_same_bytes(world, fill, chunk
     if len(world.groups) > 1:
         random.shuffle(pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filling, "_CHUNK_VALUES", {"cpu": chunk})
+        patch.setattr(fill_plan, "_CHUNK_VALUES", {"cpu": chunk})
         for group, request in pieces:
             fill_kv_blocks(world.kv_caches, [group], alone(world.batch, request), world.num_blocks, fill, **keywords)
     assert all(map(torch.equal, bytes_of(world), whole))
@@ -386,7 +386,7 @@ def test_a_state_of_unknown_bytes_can_be_zeroed_in_a_mix():
 def test_the_zeroed_tokens_are_an_exact_share_of_each_request_and_the_same_in_all_layers(share, chunk, monkeypatch):
     if chunk:
         # Large caches are filled piece by piece; pieces differ by layer.
-        monkeypatch.setattr(filling, "_CHUNK_VALUES", {"cpu": chunk})
+        monkeypatch.setattr(fill_plan, "_CHUNK_VALUES", {"cpu": chunk})
     caches, groups, batch = packed_world()
     fill_kv_blocks(caches, groups, batch, 40, Random(zero_fraction=share))
     layers = [layer for layer in layer_tensors(caches, groups, 40) if layer.group_id == 0]
@@ -512,3 +512,87 @@ def test_rings_are_filled_small():
     group = Group(CircularBufferSpec(block_size=4), ["ring"])
     fill_kv_blocks({"ring": ring}, [group], lay_out("case=7*1@64", [group], 8), 8, "random")
     assert abs(ring[1:].std().item() - STATE_SCALE) < 0.005
+
+
+# Plans.
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The plans that are made."""
+    plans = []
+
+    def spy(*arguments):
+        plans.append(fill_plan.FillPlan(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(filling, "FillPlan", spy)
+    return plans
+
+
+def test_a_plan_is_made_once_for_all_seeds_and_gives_what_a_fill_without_one_gives(made):
+    buffer, caches, groups = overlaid()
+    batch, plans = lay_out("case=2*1@20", groups, 20), FillPlans()
+    texts = ("random(zero_fraction=0.5)", "mix(kv=random, state=zeros)", "zeros")
+    for seed in (0, 1, 0):
+        for text in texts:
+            results = []
+            for keep in (FillPlans(), plans):
+                buffer.fill_(GUARD)
+                fill_kv_blocks(caches, groups, batch, 20, text, torch.Generator().manual_seed(seed), plans=keep)
+                results.append(buffer.clone())
+            assert torch.equal(*results)
+    # One a call without a plan at hand, and one a text.
+    assert len(made) == 3 * len(texts) + len(texts)
+
+
+def test_what_differs_has_a_plan_of_its_own(made):
+    tokens, plans = 8, FillPlans()
+    caches = {name: torch.zeros(20, tokens, 16, dtype=torch.uint8) for name in "ab"}
+    groups = [Group(FullAttentionSpec(block_size=tokens), ["a", "b"], 0)]
+    given = {"batch": lay_out("case=2*1@20", groups, 20), "num_blocks": 20, "fill": "random(std=3)", "block_dims": 0}
+    given |= {"kv_caches": caches, "attn_groups": groups, "formats": {"a": Fp8Format(), "b": Fp8Format()}}
+
+    def fill(**changes):
+        """Whether a plan was made; the contents are those of a fill without plans in any case."""
+        arguments, results = {**given, **changes}, []
+        for keep in (FillPlans(), plans):
+            before = len(made)
+            for cache in arguments["kv_caches"].values():
+                cache.fill_(GUARD)
+            fill_kv_blocks(**arguments, plans=keep)
+            results.append([cache.clone() for cache in arguments["kv_caches"].values()])
+        assert all(map(torch.equal, *results))
+        return len(made) > before
+
+    assert fill()
+    assert not fill()
+    # As good as the same: the same request in the same blocks, equal specs and formats.
+    assert not fill(batch=lay_out("other=2*1@20", groups, 20))
+    assert not fill(attn_groups=[Group(FullAttentionSpec(block_size=tokens), ["a", "b"], 0)])
+    assert not fill(formats={name: Fp8Format() for name in "ab"})
+    assert fill(batch=lay_out("case=3*1@20", groups, 20))
+    assert fill(fill="random(std=2)")
+    assert fill(fill="constant(0.0)")
+    assert fill(fill="constant(-0.0)")
+    assert fill(num_blocks=10, kv_caches={name: cache[:10] for name, cache in caches.items()})
+    assert fill(formats={"a": Fp8Format(scale=0.5), "b": Fp8Format()})
+    assert fill(attn_groups=[Group(FullAttentionSpec(block_size=tokens), ["b", "a"], 0)])
+    assert fill(kv_caches={name: cache.clone() for name, cache in caches.items()})
+    assert not fill()
+    # In place: another storage, another batch, another scale.
+    caches["a"].set_(torch.zeros_like(caches["a"]))
+    assert fill()
+    given["batch"].group_block_ranges[0][1] = (12, 14)
+    assert fill()
+    vars(given["formats"]["b"])["scale"] = 0.25
+    assert fill()
+    assert not fill()
+
+
+def test_the_oldest_plans_go(made):
+    _, caches, groups = overlaid()
+    batch, plans = lay_out("case=2*1@20", groups, 20), FillPlans()
+    for number in [*range(40), 39, 0]:
+        fill_kv_blocks(caches, groups, batch, 20, Constant(number), plans=plans)
+    assert len(made) == 41

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from kvlab.cases import parse_case
-from kvlab.kv import draws, filling
+from kvlab.kv import draws, fill_plan
 from kvlab.kv.batch import build_batch
 from kvlab.kv.codecs import decode_ue8m0, from_bytes
 from kvlab.kv.detect import format_of
 from kvlab.kv.draws import key_of
-from kvlab.kv.filling import fill_kv_blocks
+from kvlab.kv.filling import FillPlans, fill_kv_blocks
 from kvlab.kv.formats import Fp8Format, RawFormat
 from kvlab.kv.rules import STATE_SCALE, Random
 from kvlab.kv.views import layer_tensors
@@ -56,7 +56,7 @@ def device(request, monkeypatch):
 
         # The interpreter drops the carry where an fp8 mantissa rounds up, and does not round to bf16 at all.
         monkeypatch.setattr(interpreter, "_convert_float", rounded)
-        for module in (draws, filling):
+        for module in (draws, fill_plan):
             monkeypatch.setattr(module, "draw_method", lambda device: "triton")
     return torch.device(request.param)
 
@@ -148,10 +148,10 @@ def kernel_world(device):
     return World(batch, groups, caches, dims, factors, blocks, 1, 0, case, buffers, set())
 
 
-def fill(world, text, batch=None, groups=None, seed=0):
+def fill(world, text, batch=None, groups=None, seed=0, plans=None):
     generator = torch.Generator(world.buffers[0].device).manual_seed(seed)
     arguments = (world.kv_caches, groups or world.groups, batch or world.batch, NUM_BLOCKS, text, generator)
-    fill_kv_blocks(*arguments, formats=FORMATS, block_dims=world.dims)
+    fill_kv_blocks(*arguments, formats=FORMATS, block_dims=world.dims, plans=plans)
 
 
 def bytes_of(world):
@@ -295,6 +295,32 @@ def test_roles_and_scores_go_with_kernels(device, launched):
         assert values.isfinite().all()
     for _ in only_owned_blocks_changed(world):
         pass
+
+
+def test_a_plan_gives_what_a_fill_without_one_gives_and_never_goes_stale(device, launched):
+    world, plans = kernel_world(device), FillPlans()
+
+    def check(text, seed, planned):
+        results = []
+        for keep in (plans, None):
+            refill_guards(world)
+            launched.clear()
+            fill(world, text, seed=seed, plans=keep)
+            assert bool(launched) == (keep is None or not planned)
+            results.append(bytes_of(world))
+        assert all(map(torch.equal, *results))
+
+    check("random", 0, planned=False)
+    check("random(zero_fraction=0.3)", 0, planned=False)
+    check("random", 1, planned=True)
+    check("random(zero_fraction=0.3)", 2, planned=True)
+    # The second request's blocks move; then a cache does, within its buffer.
+    world.batch.group_block_ranges[0][1] = (5, 6)
+    check("random", 1, planned=False)
+    cache = world.kv_caches["latent"]
+    cache.as_strided_(cache.shape, cache.stride(), 16)
+    check("random", 1, planned=False)
+    check("random", 2, planned=True)
 
 
 @pytest.mark.gpu

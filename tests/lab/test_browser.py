@@ -120,9 +120,9 @@ def test_runs_of_the_repository_open_and_compare(board, shoot):
     button(page, "Open").click()
     wait_for_text(page, "vllm-llama-3.1-8b-isolated")
     shoot(page, "07-opened")
-    field(page, "Earlier run").select_option("data: vllm-deepseek-v3.2-6l-isolated")
+    field(page, "Earlier run").select_option("data: vllm-deepseek-v3.2-6l-claim")
     button(page, "Compare").click()
-    wait_for_text(page, "Beside vllm-deepseek-v3.2-6l-isolated")
+    wait_for_text(page, "Beside vllm-deepseek-v3.2-6l-claim")
     page.wait_for_timeout(500)  # until the picture is painted
     shoot(page, "08-compared")
 

@@ -1,5 +1,7 @@
 """The captured step on a real GPU: it computes what the eager one does, and repeats it bit for bit."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -63,3 +65,19 @@ def test_nothing_is_written_outside_the_touched_views(engine):
         assert result.ok, result
         assert result.bytes_written > 0
         assert result.reads_unwritten == "no"
+
+
+def test_rests_lie_between_the_replays_and_in_no_time(engine):
+    step = engine.prepare(parse_case("decode=4*1@4096"))
+    step.fill("random", 1)
+    timer = make_timer(step, "isolated")
+    timer.time(5)
+    assert timer.busy == []
+    timer.rest = 20.0
+    times = timer.time(6)
+    gaps = [begin - end for (_, end), (begin, _) in pairwise(timer.busy)]
+    assert all(gap >= 20 * us / 1e6 for gap, us in zip(gaps, times, strict=False))
+    assert all(end - begin >= us / 1e6 for (begin, end), us in zip(timer.busy, times, strict=True))
+    timer.rest = 0.0
+    assert sorted(times)[3] < 2 * sorted(timer.time(6))[3]
+    step.close()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.measure.sampler import PERIOD_S, Sampler, Summary, TimedReading, summarise
+from kvlab.measure.sampler import PERIOD_S, READING_S, Sampler, Summary, TimedReading, summarise
 from kvlab.measure.telemetry import NoTelemetry, Reading, Telemetry, make_telemetry
 
 
@@ -122,3 +122,20 @@ def test_a_summary_takes_medians_the_hottest_and_any_throttling():
     ]
     found = summarise(made)
     assert found == Summary(1500.0, None, None, None, 60.0, True, 4, pytest.approx(0.3))
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 2)), max_size=5), st.lists(st.floats(0, 12), max_size=40))
+def test_where_the_card_rests_only_readings_from_its_work_count(spans, times):
+    sampler = Sampler(NoTelemetry("test"))
+    busy = [(begin, begin + length) for begin, length in spans]
+    sampler.readings = [
+        TimedReading(sm_mhz=float(any(b + READING_S <= t <= e for b, e in busy)), joules=t, t_s=t)
+        for t in sorted(times)
+    ]
+    found = sampler.summary(busy)
+    if busy:
+        assert found.sm_mhz in (None, 1.0)
+        assert found.readings == sum(reading.sm_mhz for reading in sampler.readings)
+        assert found.watts_source != "energy"
+    else:
+        assert found.readings == len(times)

@@ -13,7 +13,7 @@ from handmade_runs import PROVENANCE, STUDY
 def make_run(path, cases, *, rounds=20, replays=5, arms=("zeros", "zeros_again", "random"), close=True, **more):
     """A run of `cases`: name -> (text in the grammar, gap of random), or (text, gap, rounds done) if unfinished.
 
-    `study`, `provenance`, `clock` (MHz under random), `cause` and `plan` add to what is stored.
+    `study`, `provenance`, `clock` (MHz under random), `cause`, `profiles` and `plan` add to what is stored.
     """
     study = {**STUDY, "arms": list(arms), **more.get("study", {})}
     command = {"command": "kvlab check tiny --case 'a=4*1@4096'", "driver": "580.1"}
@@ -27,8 +27,8 @@ def make_run(path, cases, *, rounds=20, replays=5, arms=("zeros", "zeros_again",
         if not done:
             found = _verdict(run.samples_of(name, "isolated"), [arm for arm in arms if not arm.startswith("zeros")])
             head = {"text": text, "margin": 0.03, "phase": "decode", "plan": {"rounds": rounds}}
-            cause = {"cause": more["cause"]} if "cause" in more else {}
-            run.add_verdict(name, "isolated", {**head, **found, **cause})
+            explained = {key: more[key] for key in ("cause", "profiles") if key in more}
+            run.add_verdict(name, "isolated", {**head, **found, **explained})
     if close:
         run.close()
     return run

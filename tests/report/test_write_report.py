@@ -198,14 +198,74 @@ def test_sweeps_and_other_contents_are_drawn_where_there_are_more_than_two_value
     assert "Other contents" not in page.text
 
 
-def test_kernels_are_drawn_where_they_were_profiled(tmp_path):
-    run = make_run(tmp_path / "run", {"a": ("a=1@4096", 0.08)}, close=False)
-    rows = [
+def two_kernels(arms):
+    return [
         {"case": "a", "mode": "isolated", "arm": arm, "kernel": kernel, "role": role, "us": us}
-        for arm, more in (("zeros", 0.0), ("random", 80.0))
+        for arm, more in arms.items()
         for kernel, role, us in (("topk", "top-k", 100.0 + more), ("gemm", "GEMM", 900.0))
     ]
-    run.add_kernels(rows)
+
+
+def profile(total, busy, timed, replays=3):
+    return {
+        "total_us": total,
+        "busy_us": busy,
+        "overlap_us": total - busy,
+        "timed_us": timed,
+        "closure": total / timed,
+        "closes": abs(total / timed - 1) <= 0.03,
+        "replays": replays,
+    }
+
+
+def test_a_profile_that_does_not_close_says_so_under_its_figures(tmp_path):
+    profiles = {"zeros": profile(1100.0, 990.0, 1000.0), "random": profile(1085.0, 1080.0, 1080.0)}
+    run = make_run(tmp_path / "run", {"a": ("a=1@4096", 0.08)}, close=False, profiles=profiles)
+    run.add_kernels(two_kernels({"zeros": 0.0, "random": 80.0}))
+    page, _ = page_of([run], tmp_path)
+    told = "do NOT add up to the timed step within 3 %: 110.0% under zeros (99.0% with kernels that ran side by side"
+    assert page.text.count(told) == 2  # by role, and by kernel
+    assert "100.5% under random." in page.text
+    assert "The total gap of the profile is +8.00 %, of the rounds" in page.text
+    run.close()
+    closing = {"zeros": profile(1000.0, 995.0, 1000.0), "random": profile(1080.0, 1080.0, 1080.0)}
+    run = make_run(tmp_path / "closes", {"a": ("a=1@4096", 0.08)}, close=False, profiles=closing)
+    run.add_kernels(two_kernels({"zeros": 0.0, "random": 80.0}))
+    page, _ = page_of([run], tmp_path)
+    assert "add up to 100.0% under zeros, 100.0% under random of the timed step" in page.text
+    assert "NOT" not in page.text
+    run.close()
+
+
+def test_kernels_of_one_arm_alone_are_no_figure(tmp_path):
+    run = make_run(tmp_path / "run", {"a": ("a=1@4096", 0.08)}, close=False)
+    run.add_kernels(two_kernels({"zeros": 0.0}))
+    page, _ = page_of([run], tmp_path)
+    assert "where a step's time goes" not in page.text
+    assert "Not drawn" not in page.text
+    run.close()
+
+
+def test_the_parts_of_a_gap_are_a_table_with_intervals(tmp_path):
+    effect = {"gap": -0.1, "ci90": [-0.11, -0.09]}
+    cause = {
+        "kind": "cancelling",
+        "sentence": "Selection and power cancel.",
+        "selection": {"us": -97.7, "of_step": -0.0977, "ci90": [-99.4, -96.0]},
+        "clocks": {"us": 78.7, "of_step": 0.0787, "ci90": [68.6, 123.1]},
+        "other": {"us": 1.3, "of_step": 0.0013},
+        **{"indexer": effect, "indexer_cycles": effect, "kv": effect},
+    }
+    page, _ = page_of([make_run(tmp_path / "run", {"a": ("a=1@4096", 0.08)}, cause=cause)], tmp_path)
+    text = page.text.replace("\N{MINUS SIGN}", "-")
+    for part in ("-9.77 (-9.94 .. -9.60)", "+7.87 (+6.86 .. +12.31)", "+0.13", "-10.00 (-11.00 .. -9.00)"):
+        assert part in text
+    assert "in cycles (time x SM clock) the KV's contents have no effect" in text
+
+
+def test_kernels_are_drawn_where_they_were_profiled(tmp_path):
+    run = make_run(tmp_path / "run", {"a": ("a=1@4096", 0.08)}, close=False)
+    run.add_kernels(two_kernels({"zeros": 0.0, "random": 80.0}))
     page, _ = page_of([run], tmp_path)
     assert "where a step's time goes" in page.text
     assert "the kernels that add most to the gap" in page.text

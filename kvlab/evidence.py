@@ -1,0 +1,290 @@
+"""Layer 6: what runs say together: which run speaks for a case that several hold, and why its gap is there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvlab.causes import find_cause
+from kvlab.database import FILE
+from kvlab.errors import KvlabError
+from kvlab.export import RECORD
+from kvlab.kernel_gaps import TOTAL, kernel_gap_table
+from kvlab.kernel_names import SELECTION
+from kvlab.plots.style import microseconds
+from kvlab.plots.sweeps import zero_fraction
+from kvlab.run import Run, open_run
+
+# A step as it was asked for; its name is not part of it.
+STEP = ["model", "engine", "gpu", "routing", "phase", "context", "batch", "query", "topk"]
+WHOLE = "whole step"
+# Names of `Grid.cases`: made for a sweep, not to answer for a model.
+_REST = "rest_isolated_share"
+_SWEPT = r"^[a-z]+-b\d+-k\d+"
+
+
+def open_runs(root: Path, having: Callable[[Run], Any] = bool) -> list[Run]:
+    """The runs in the folders of `root` that have a verdict and what is asked for, by name."""
+    places = (
+        [p for p in sorted(root.iterdir()) if (p / RECORD).is_file() or (p / FILE).is_file()] if root.is_dir() else []
+    )
+    return [run for run in map(open_run, places) if len(run.gaps) and having(run)]
+
+
+def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
+    """`Run.gaps` of all, with `rounds`, `arms` (how many), `utc` (of the run), `swept` (the case is one of a grid) and
+    `hurried` (isolated replays of a step that the power cap slowed, from before kvlab let such steps rest)."""
+    tables = []
+    for run in runs:
+        of_case = run.verdicts[["case", "mode", "rounds", "flagged"]].merge(run.cases, on="case", suffixes=("", "_of"))
+        unknown = of_case[_REST].isna() if _REST in of_case else True
+        of_case["hurried"] = unknown & (of_case["mode"] == "isolated") & (of_case["flagged"] > 0)
+        rounds = of_case[["case", "mode", "rounds", "hurried"]]
+        table = run.gaps.merge(rounds, on=["case", "mode"], how="left", validate="m:1")
+        arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
+        tables.append(table.assign(arms=arms, utc=str(run.provenance.get("utc", ""))))
+    if not tables:
+        return pd.DataFrame(columns=[*STEP, "case", "mode", "arm", "gap", "rounds", "arms", "utc", "swept", "run"])
+    rows = pd.concat(tables, ignore_index=True)
+    rows["swept"] = rows["case"].str.contains(_SWEPT, regex=True)
+    return rows
+
+
+def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
+    """A row a model, routing, phase, context and mode: of the runs that were not sweeps, where a model has such.
+
+    Of several batches at a context it is the largest; of several runs one that holds both modes, then that of most
+    rounds.
+
+    Args:
+        gaps: of `gap_rows`.
+    """
+    rows = gaps[(gaps["arm"] == arm) & gaps["gap"].notna()]
+    if rows.empty:
+        return rows
+    checked = ~rows["swept"].astype(bool)
+    rows = rows[checked | ~rows["model"].isin(rows.loc[checked, "model"])]
+    place = ["model", "engine", "routing", "phase", "context"]
+    rows = rows[rows["batch"] == rows.groupby(place)["batch"].transform("max")]
+    # One run for both modes where there is one, and a run with few arms before one with many.
+    by_run = rows.groupby([*place, "run"])["mode"]
+    rows = rows.assign(modes=by_run.transform("nunique"), fewer=-rows["arms"])
+    kept = _last(rows, [*place, "mode"], ["modes", "rounds", "fewer", "utc"]).drop(columns=["modes", "fewer"])
+    return kept.sort_values([*place[:3], "context", "phase", "mode"], kind="stable").reset_index(drop=True)
+
+
+def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
+    """A row a model, phase, context and mode, all of a line of one batch: that with most contexts, then the largest;
+    where no batch has two contexts, the largest batch at each.
+
+    Of several runs of a step it is one that holds both modes, then that of most rounds, then the newest.
+
+    Args:
+        gaps: of `gap_rows`.
+    """
+    rows = gaps[(gaps["arm"] == arm) & gaps["context"].notna() & gaps["gap"].notna()]
+    if rows.empty:
+        return rows
+    line = ["model", "engine", "routing", "phase"]
+    contexts = rows.groupby([*line, "batch"])["context"].transform("nunique")
+    most = contexts.groupby([rows[name] for name in line]).transform("max")
+    rows = rows[contexts == most]
+    largest = (
+        rows.groupby(line)["batch"]
+        .transform("max")
+        .where(most > 1, rows.groupby([*line, "context"])["batch"].transform("max"))
+    )
+    rows = rows[rows["batch"] == largest]
+    rows = rows.assign(modes=rows.groupby([*line, "context", "run"])["mode"].transform("nunique"))
+    return _last(rows, [*line, "context", "mode"], ["modes", "rounds", "utc"]).drop(columns="modes")
+
+
+def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
+    """Gaps of the whole step along `topk` or `zero_fraction`, and of each role where its kernels were profiled.
+
+    Args:
+        runs: those that hold such a sweep.
+
+    Returns:
+        The columns of `Run.gaps`, `part` (`WHOLE`, or a role; a role's gap is of the whole step's time, without a
+        verdict) and, for that axis, `zero_fraction`.
+    """
+    rows = gap_rows(runs).assign(part=WHOLE)
+    if axis == "topk":
+        rows = rows[(rows["arm"] == "random") & rows["topk"].notna()]
+    else:
+        shares = {arm: found for arm in rows["arm"].unique() if (found := zero_fraction(arm)) and found[0] == "random"}
+        rows = rows[rows["arm"].isin(shares)]
+        rows = rows.assign(zero_fraction=[shares[arm][1] for arm in rows["arm"]])
+    rows = _last(rows, [*STEP, "mode", "arm"], ["rounds", "utc"])
+    kernels = {run.path.name: run.kernels for run in runs}
+    parts = [{**row, **part} for row in rows.to_dict("records") for part in _parts(kernels[str(row["run"])], row)]
+    return pd.concat([rows, pd.DataFrame(parts, columns=rows.columns)], ignore_index=True) if parts else rows
+
+
+def _parts(kernels: pd.DataFrame, row: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Each role's part of a gap, as shares of the step; none where the two arms were not profiled."""
+    of = kernels[(kernels["case"] == row["case"]) & (kernels["mode"] == row["mode"])]
+    if not {"zeros", row["arm"]} <= set(of["arm"]):
+        return []
+    table = kernel_gap_table(of, str(row["arm"]), by="role").set_index("role")
+    step = float(table["baseline_us"][TOTAL])
+    return [
+        {"part": role, "gap": us / step, "ci90_lo": low / step, "ci90_hi": high / step, "verdict": ""}
+        for role, us, low, high in table[["gap_us", "lo_us", "hi_us"]].itertuples()
+        if role != TOTAL
+    ]
+
+
+def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
+    """Of each model the case and mode with the largest gap among those whose kernels were profiled.
+
+    Cases of a grid come last, and runs in one mode after those in both.
+    """
+    found: dict[str, tuple[tuple[Any, ...], tuple[Run, str, str]]] = {}
+    for run in runs:
+        kernels = run.kernels[run.kernels["arm"] == "random"]
+        rows = gap_rows([run])
+        keys = set(zip(kernels["case"], kernels["mode"], strict=True))
+        for row in rows[rows["arm"] == "random"].to_dict("records"):
+            if (row["case"], row["mode"]) not in keys:
+                continue
+            gap = 0.0 if math.isnan(row["gap"]) else abs(row["gap"])
+            rank = (not row["swept"], kernels["mode"].nunique(), gap)
+            if row["model"] not in found or rank > found[row["model"]][0]:
+                found[row["model"]] = (rank, (run, row["case"], row["mode"]))
+    return [case for _, case in found.values()]
+
+
+def other_arms(runs: Iterable[Run]) -> pd.DataFrame:
+    """The gaps of contents that are neither random, nor zero in part, nor a mix of such: `prefill`, shapes of scores.
+
+    Columns as of `gap_rows`, one row a step, mode and arm.
+    """
+    rows = gap_rows(runs)
+    usual = rows["arm"].map(lambda arm: zero_fraction(arm) is not None or arm.startswith("mix(kv="))
+    return _last(rows[~usual.astype(bool) & rows["gap"].notna()], [*STEP, "mode", "arm"], ["rounds", "utc"])
+
+
+def power_limit(runs: Iterable[Run]) -> float | None:
+    """Watts of the card; None where it is not known, or not the same for all runs."""
+    limits = {gpu.get("power_limit_watts") for run in runs for gpu in run.provenance.get("gpus") or ()}
+    limit = limits.pop() if len(limits) == 1 else None
+    return None if limit is None else float(limit)
+
+
+def readings(cases: Iterable[tuple[Run, str, str]]) -> pd.DataFrame:
+    """The replays under zeros and random of some cases of some runs, for `kvlab.plots.plot_clocks`."""
+    tables = [run.samples_of(case, mode) for run, case, mode in cases]
+    rows = pd.concat([table[table["arm"].isin(("zeros", "random"))] for table in tables], ignore_index=True)
+    # One model's run needs no second name above its bars.
+    return rows.assign(run="")
+
+
+def find_causes(runs: Iterable[Run], rows: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Why the gaps are there: step and mode -> a stored `cause` of the same step, else what the replays tell.
+
+    Args:
+        runs: all that may know.
+        rows: of `gap_rows`; a cause is looked for of each.
+
+    Returns:
+        Keys as of `step_key`; fields as of `kvlab.causes.Cause`, as a mapping.
+    """
+    runs = list(runs)
+    stored: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in sorted(runs, key=lambda run: str(run.provenance.get("utc", ""))):
+        known_rows = gap_rows([run])
+        for row in known_rows[known_rows["arm"] == "random"].to_dict("records"):
+            if cause := (run.verdict_of(row["case"], row["mode"]) or {}).get("cause"):
+                stored[step_key(row)] = cause
+                if not row["swept"]:  # at the model's own top-k, which older runs do not say
+                    stored[step_key({**row, "topk": None})] = cause
+    by_name = {run.path.name: run for run in runs}
+    causes = {}
+    for row in rows.to_dict("records"):
+        key = step_key(row)
+        known = stored.get(key)
+        # Another run of the same step may have seen no gap where this one did.
+        if known and not (known["kind"] == "none" and row["verdict"] == "different"):
+            causes[key] = known
+            continue
+        run = by_name[row["run"]]
+        telemetry = run.telemetry
+        of = telemetry[(telemetry["case"] == row["case"]) & (telemetry["mode"] == row["mode"])]
+        moved = (run.verdict_of(row["case"], row["mode"]) or {}).get("routing_moved") or {}
+        try:
+            samples = run.samples_of(row["case"], row["mode"])
+            found = find_cause(samples, None, row["arm"], telemetry=of, routing_moved=moved.get(row["arm"]))
+        except KvlabError:
+            continue
+        causes[key] = asdict(found)
+    return causes
+
+
+def step_key(row: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """What tells a step in a mode from others, whatever run holds it and whatever its name."""
+    return tuple(None if pd.isna(row[name]) else row[name] for name in [*STEP, "mode"])
+
+
+def cause_clause(cause: Mapping[str, Any] | None) -> str:
+    """A cause in a few words: `clock 1,845 to 1,620 MHz, 591 to 692 W`, `top-k -24 µs`."""
+    if not cause:
+        return "not looked for"
+    kind, roles = cause["kind"], dict(cause.get("roles") or {})
+    if kind == "none":
+        return "within the noise"
+    if kind == "clocks":
+        return _clock(cause)
+    if kind == "routing":
+        return f"{100 * float(cause['routing']):.0f} % of the tokens go to other experts"
+    if kind == "selection":
+        us = float(cause["selection"]["us"])
+        names = [name for name in SELECTION if roles.get(name, 0.0) * us > 0]
+        if not names:  # nothing was profiled: told from the 2x2 of the cache's roles
+            return f"the indexer's contents {_signed(us)}"
+        return _moved(roles, sorted(names, key=lambda name: -abs(roles[name]))[:2])
+    if kind == "cancelling":
+        ends = [min(roles, key=lambda name: roles[name]), max(roles, key=lambda name: roles[name])]
+        return _moved(roles, sorted(ends, key=lambda name: -abs(roles[name])), " against ") + _beside(cause)
+    if kind == "kernels" and roles:
+        return _moved(roles, [max(roles, key=lambda name: abs(roles[name]))])
+    return ("not known: no kind of kernel moved enough" if roles else "kernels not profiled") + _beside(cause)
+
+
+def _clock(cause: Mapping[str, Any]) -> str:
+    before, after = cause["mhz"]
+    watts = cause.get("watts")
+    told = f", {watts[0]:.0f} to {watts[1]:.0f} W" if watts else ""
+    return f"clock {before:,.0f} to {after:,.0f} MHz{told}"
+
+
+def _beside(cause: Mapping[str, Any]) -> str:
+    """The clock, where it moved too."""
+    mhz = cause.get("mhz")
+    return f", {_clock(cause)}" if mhz and abs(mhz[1] / mhz[0] - 1) >= 0.01 else ""
+
+
+def _moved(roles: Mapping[str, float], names: Sequence[str], between: str = ", ") -> str:
+    return between.join(f"{name} {_signed(roles[name])}" for name in names)
+
+
+def _signed(us: float) -> str:
+    return ("+" if us > 0 else "") + microseconds(us)
+
+
+def records(root: Path, part: str) -> list[dict[str, Any]]:
+    """The rows of the files `*-PART.json` beside the runs, e.g. of `selection` or `loads`."""
+    return [row for path in sorted(root.glob(f"*-{part}.json")) for row in json.loads(path.read_text())]
+
+
+def _last(rows: pd.DataFrame, keys: list[str], by: list[str]) -> pd.DataFrame:
+    """One row for each key, the last by `by`; in the order that they came in."""
+    ordered = rows.sort_values(by, kind="stable")
+    return ordered.drop_duplicates(keys, keep="last").sort_index()
