@@ -47,7 +47,8 @@ lab.watermark(*runs)
 # %% [markdown]
 # ## By model and phase
 #
-# Panels of a row share their scale. Of each model it is the run with the most contexts.
+# Panels of a row share their scale. A line is of one batch where the runs have several contexts of it;
+# a hit computes 2,048 tokens, at most half of its context.
 
 # %%
 plots.plot_context_panels(shown)[0]

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kvlab.errors import RunError
 from kvlab.kernel_gaps import kernel_gap_table
-from kvlab.kernel_names import REST
+from kvlab.kernel_names import OTHER, REST, ROLES
 from kvlab.plots.style import (
     FAINT,
     INK,
@@ -36,6 +36,8 @@ from kvlab.plots.style import (
     time_unit,
 )
 
+# The rest that no kernel explains comes behind the roles.
+_PLACES = {role: place for place, role in enumerate((*ROLES, REST))}
 _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----")
 _SMALL = 0.07  # of the longest bar: a shorter part has no room for its name
 
@@ -84,8 +86,8 @@ def plot_parts(
     _stack(axes[0], times)
     _differences(axes[1], {arm: table.reindex(order) for arm, table in tables.items()}, times[baseline].sum(), baseline)
     handles = [
-        Patch(facecolor=SERIES_COLOURS[i % 7], hatch=_HATCHES[i % 6], edgecolor="white", label=shorten(role))
-        for i, role in enumerate(order)
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=shorten(role))
+        for role, (colour, hatch) in ((role, _look(role)) for role in order)
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
     return fig, axes
@@ -175,15 +177,22 @@ def _table(rows: pd.DataFrame, arm: str, baseline: str, by: str) -> pd.DataFrame
     return table[["baseline_us", "arm_us", "gap_us", "lo_us", "hi_us"]]
 
 
+def _look(role: object) -> tuple[str, str]:
+    """Colour and hatch of a role, the same in every figure; of a name that is no role, that of `other`."""
+    place = _PLACES.get(str(role), _PLACES[OTHER])
+    return SERIES_COLOURS[place % 7], _HATCHES[place % 6]
+
+
 def _stack(ax: Axes, table: pd.DataFrame) -> None:
     scale, unit = time_unit(float(table.sum().max()))
     totals = table.sum().to_numpy(float)
     drawn = (table / scale).clip(lower=0)  # a rest below zero has no length; the total tells
     left = np.zeros(drawn.shape[1])
     longest = float(drawn.sum().max())
-    for i, (_, of_role) in enumerate(drawn.iterrows()):
+    for role, of_role in drawn.iterrows():
         width = of_role.to_numpy(float)
-        look: dict[str, Any] = {"color": SERIES_COLOURS[i % 7], "hatch": _HATCHES[i % 6], "edgecolor": "white"}
+        colour, hatch = _look(role)
+        look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white"}
         ax.barh(range(len(width)), width, left=left, height=0.62, linewidth=0.6, **look)
         for y, (start, part) in enumerate(zip(left, width, strict=True)):
             if part > _SMALL * longest:
@@ -210,7 +219,7 @@ def _differences(ax: Axes, tables: Mapping[str, pd.DataFrame], step: float, base
             if math.isnan(us):
                 continue  # neither arm of this comparison ran such a kernel
             y = r + (number - (len(tables) - 1) / 2) * height
-            colour, hatch = (INK, "") if r == len(roles) else (SERIES_COLOURS[r % 7], _HATCHES[r % 6])
+            colour, hatch = (INK, "") if r == len(roles) else _look(roles[r])
             _bar(ax, y, of_role, scale, colour, hatch, height)
             side = 1 if us >= 0 else -1
             end = of_role["hi_us" if us >= 0 else "lo_us"]

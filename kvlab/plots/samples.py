@@ -120,6 +120,7 @@ def plot_clocks(
     need(readings, ("case", "mode", "arm"), "readings")
     if not any(name in readings and readings[name].notna().any() for name in _SENSED):
         raise RunError("no clock or power to plot: the run was measured without NVML")
+    readings = readings.dropna(subset=[name for name in _SENSED if name in readings], how="all")
     if "round" in readings:
         # One reading serves all replays of an arm in a round.
         once = [c for c in ("run", "model", "case", "mode", "round", "arm", "position") if c in readings]

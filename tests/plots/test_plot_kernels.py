@@ -80,3 +80,28 @@ def test_what_cannot_be_compared_is_said():
         plot_kernels(table[table["arm"] == "random"])
     with pytest.raises(RunError, match="holds none yet"):
         plot_kernels(table.iloc[:0])
+
+
+def test_a_role_looks_the_same_in_every_figure():
+    looks = {}
+    for scale in ({"attention": 9.0, "top-k": 1.0, "MoE": 3.0}, {"MoE": 20.0, "top-k": 5.0, "attention": 1.0}):
+        rows = [
+            {
+                "case": "c",
+                "mode": "isolated",
+                "arm": arm,
+                "kernel": role,
+                "role": role,
+                "us": us,
+                "calls": 1,
+                "us_each": us,
+            }
+            for role, us in scale.items()
+            for arm in ("zeros", "random")
+        ]
+        fig, _ = plot_parts(pd.DataFrame(rows))
+        for patch, text in zip(fig.legends[0].get_patches(), fig.legends[0].get_texts(), strict=True):
+            looks.setdefault(text.get_text(), set()).add((patch.get_facecolor(), patch.get_hatch()))
+    assert {"attention", "top-k", "MoE"} <= set(looks)
+    assert all(len(found) == 1 for found in looks.values())
+    assert len(set.union(*looks.values())) == len(looks)
