@@ -187,7 +187,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--parts", default="verify,bench,claim", help=f"of {','.join(PARTS)} (default %(default)s)")
+    parser.add_argument(
+        "--parts", default="verify,bench,claim", help=f"of {','.join(PARTS)}, in their order (default %(default)s)"
+    )
     parser.add_argument("--routing", default="auto")
     parser.add_argument("--batch", type=int, default=8, help="decode requests at the long context")
     parser.add_argument("--query", type=int, default=2048, help="query tokens of a hit")
@@ -206,6 +208,9 @@ def main() -> None:
         "--budget", type=float, default=15.0, help="seconds of rounds a case and mode of claim and zeros"
     )
     parser.add_argument("--sweep-budget", type=float, default=8.0, help="the same of decode and hit")
+    parser.add_argument(
+        "--cases", default="decode8k,hit8k,decode100k,hit100k", help="of claim and scores, those to run (default all)"
+    )
     parser.add_argument("--contexts", default="1024,8192,32768,100000", help="of decode")
     parser.add_argument("--hit-contexts", default="1024,32768", help="of hit; claim holds 8192 and --long")
     parser.add_argument("--zeros-context", type=int, help="of zeros; --long by default")
@@ -273,42 +278,56 @@ def main() -> None:
         **json.loads(args.engine_arg),
     )
     say(f"loaded: {json.dumps(engine.provenance()['geometry'])}, routing {engine.routing} {engine.routing_note}")
+
+    def verified() -> None:
+        with (args.out / f"vllm-{name}-verify.jsonl").open("w") as lines:
+            for case in cases[2:]:
+                if found := attempt("verify", case, lambda case=case: verify(engine, [case])):
+                    lines.write(json.dumps(found[0].as_dict()) + "\n")
+                    lines.flush()
+                    say(f"verify {json.dumps(found[0].as_dict())}")
+
+    def claimed() -> None:
+        arms = ["random", *(ROLES if engine.topk else ())]
+        chosen = [case for case in cases[:4] if case.name in args.cases.split(",")]
+        run("claim", chosen, arms=arms, mode="both", budget=args.budget, explain=True)
+
+    def by_context(phase: str, batch: int, listed, query) -> None:
+        axes = {"contexts": listed, "phases": (phase,), "batch": (batch,), "query": query}
+        swept(phase, mode="both", budget=args.sweep_budget, **axes)
+
+    def by_zeros() -> None:
+        axes = {"contexts": (args.zeros_context or args.long,), "phases": ("hit",), "batch": (1,)}
+        swept("zeros", query=args.query, zero_fractions=(0.25, 0.5, 0.75), budget=args.budget, explain=True, **axes)
+
+    def scored() -> None:
+        chosen = [case for case in cases[2:4] if case.name in args.cases.split(",")]
+        run("scores", chosen, arms=["random", *SCORES], mode="isolated", rounds=args.rounds, explain=True)
+
+    def prefilled() -> None:
+        run("prefill", alone, arms=["random", "prefill"], mode="isolated", rounds=args.rounds)
+
+    do = {
+        "verify": verified,
+        "bench": lambda: rows("bench", cases[2:4], bench_row),
+        "selection": lambda: rows(
+            "selection", cases[:4], selection_row, lambda row: {**row, "arms": list(row["arms"])}
+        ),
+        "loads": lambda: rows(
+            "loads", cases[:4], loads_row, lambda row: {k: v for k, v in row.items() if k != "loads"}
+        ),
+        "probe": lambda: rows("probe", cases[2:4], probe_row),
+        "claim": claimed,
+        "decode": lambda: by_context("decode", args.batch, contexts, None),
+        "hit": lambda: by_context("hit", 1, hit_contexts, args.query),
+        "zeros": by_zeros,
+        "scores": scored,
+        "prefill": prefilled,
+    }
     try:
-        if "verify" in parts:
-            with (args.out / f"vllm-{name}-verify.jsonl").open("w") as lines:
-                for case in cases[2:]:
-                    if found := attempt("verify", case, lambda case=case: verify(engine, [case])):
-                        lines.write(json.dumps(found[0].as_dict()) + "\n")
-                        lines.flush()
-                        say(f"verify {json.dumps(found[0].as_dict())}")
-        if "bench" in parts:
-            rows("bench", cases[2:4], bench_row)
-        if "selection" in parts:
-            rows("selection", cases[:4], selection_row, lambda row: {**row, "arms": list(row["arms"])})
-        if "loads" in parts:
-            rows("loads", cases[:4], loads_row, lambda row: {k: v for k, v in row.items() if k != "loads"})
-        if "probe" in parts:
-            rows("probe", [cases[2], cases[3]], probe_row)
-        if "claim" in parts:
-            arms = ["random", *(ROLES if engine.topk else ())]
-            how = {"arms": arms, "mode": "both", "budget": args.budget, "explain": True}
-            attempt("claim", "", lambda: run("claim", cases[:4], **how))
-        for phase, batch, listed in (("decode", args.batch, contexts), ("hit", 1, hit_contexts)):
-            if phase in parts:
-                axes = {"contexts": listed, "phases": (phase,), "batch": (batch,), "query": None, "mode": "both"}
-                axes["query"] = args.query if phase == "hit" else None
-                attempt(phase, "", lambda: swept(phase, budget=args.sweep_budget, **axes))  # noqa: B023
-        if "zeros" in parts:
-            axes = {"contexts": (args.zeros_context or args.long,), "phases": ("hit",), "batch": (1,)}
-            axes |= {"query": args.query, "zero_fractions": (0.25, 0.5, 0.75), "budget": args.budget}
-            attempt("zeros", "", lambda: swept("zeros", **axes))
-        if "scores" in parts:
-            arms = ["random", *SCORES]
-            how = {"arms": arms, "mode": "isolated", "rounds": args.rounds, "explain": True}
-            attempt("scores", "", lambda: run("scores", cases[2:4], **how))
-        if "prefill" in parts:
-            arms = ["random", "prefill"]
-            attempt("prefill", "", lambda: run("prefill", alone, arms=arms, mode="isolated", rounds=args.rounds))
+        for part in parts:
+            attempt(part, "", do[part])
+            say(f"done: {part}")
     finally:
         for line in failed:
             say(f"FAILED {line}")
