@@ -233,6 +233,7 @@ class Page:
             "bench-table": self.bench_table(),
             "reference-table": self.reference_table(),
             "reference-verify": self.verify_sentence("reference-verify.jsonl"),
+            "aa-table": benchmark_output("aa_simulation"),
         }
 
 
@@ -242,6 +243,11 @@ def markdown(table: pd.DataFrame) -> str:
         "| " + " | ".join(map(str, row)) + " |" for row in [table.columns, ["---"] * table.shape[1], *table.to_numpy()]
     ]
     return "\n".join(lines)
+
+
+def benchmark_output(name: str) -> str:
+    """What a script under `benchmarks/` printed, the command first."""
+    return "\n".join(["```", (ROOT / "data" / "benchmarks" / f"{name}.txt").read_text().rstrip(), "```"])
 
 
 def check_table() -> str:
