@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from kvlab.cause_words import CLOCK_MOVED, MAIN, cause_sentence
-from kvlab.estimates import BASELINE, Estimate, estimate, round_ratios, round_table, table_ratios
+from kvlab.estimates import BASELINE, Estimate, arm_estimate, estimate, round_table, table_ratios
 from kvlab.intervals import Floats
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
 from kvlab.kernel_names import MOE, REST, SELECTION
@@ -122,7 +122,7 @@ def find_cause(
     Raises:
         StudyError: as `round_ratios`.
     """
-    gap = estimate(round_ratios(samples, arm, baseline))
+    gap = arm_estimate(samples, arm, baseline)
     step = float(samples.loc[samples["arm"] == baseline, "us"].median())
     kernels, telemetry = _of_same_step(kernels, samples), _of_same_step(telemetry, samples)
     roles = _by_role(kernels, arm, baseline)
@@ -140,7 +140,7 @@ def find_cause(
         kind="unknown",
         sentence="",
         gap=gap,
-        aa=estimate(round_ratios(samples, AGAIN, baseline)) if AGAIN in set(samples["arm"]) else None,
+        aa=arm_estimate(samples, AGAIN, baseline) if AGAIN in set(samples["arm"]) else None,
         cycles=None if clocks is None else estimate(table_ratios(us * clocks, arm, baseline)),
         mhz=mhz,
         watts=_by_arm("watts", arm, baseline, telemetry, samples),
@@ -281,7 +281,9 @@ def _kind(cause: Cause, movers: Mapping[str, float], step: float) -> str:
         return "cancelling"
     if not cause.gap.nonzero or abs(cause.gap.log_gap) <= _floor(cause.aa):
         return "none"
-    moe = movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0
+    # Without a profile: what the clock does not explain.
+    clocked = cause.clocks.us / gap_us if cause.clocks else 0.0
+    moe = movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0 - clocked
     if (cause.routing or 0.0) >= ROUTING_MOVED and moe >= MAIN:
         return "routing"
     shares = {"selection": cause.selection, "clocks": cause.clocks}

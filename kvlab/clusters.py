@@ -3,8 +3,10 @@
 Rounds of one process share its addresses, its captured graph and its autotuning, so a gap can differ from process to
 process by more than its rounds show: many rounds of two processes are two draws of that, not many. The interval is that
 of random effects: within a process the rounds' own, between processes the variance of DerSimonian & Laird (1986,
-doi:10.1016/0197-2456(86)90046-2), and a Student quantile of both (Satterthwaite 1946). Where the processes agree as
-well as their rounds do, nothing is added; two that disagree widen it much, and rightly so.
+doi:10.1016/0197-2456(86)90046-2), and a Student quantile of both (Satterthwaite 1946). Where the processes agree
+as well as their rounds do, nothing is added. With two or three processes that is often so by chance: where processes
+differ by half to twice of what their rounds do, the nominal 90 % interval covers 78 to 88 % of the time for two of
+them, 85 to 88 % for three, 90 % from five on. Restart more often rather than time more rounds.
 """
 
 from __future__ import annotations

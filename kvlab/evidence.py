@@ -26,6 +26,8 @@ STEP = ["model", "engine", "gpu", "routing", "phase", "context", "batch", "query
 WHOLE = "whole step"
 # Names of `Grid.cases`: made for a sweep, not to answer for a model.
 _REST = "rest_isolated_share"
+_SLOWED = 0.1  # of a case's samples: fewer throttled ones do not tell of a step that the power cap slows
+_MORE_WATTS = 1.02
 _SWEPT = r"^[a-z]+-b\d+-k\d+"
 
 
@@ -44,7 +46,7 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
     for run in runs:
         of_case = run.verdicts[["case", "mode", "rounds", "flagged"]].merge(run.cases, on="case", suffixes=("", "_of"))
         unknown = of_case[_REST].isna() if _REST in of_case else True
-        of_case["hurried"] = unknown & (of_case["mode"] == "isolated") & (of_case["flagged"] > 0)
+        of_case["hurried"] = unknown & (of_case["mode"] == "isolated") & (of_case["flagged"] > _SLOWED)
         rounds = of_case[["case", "mode", "rounds", "hurried"]]
         table = run.gaps.merge(rounds, on=["case", "mode"], how="left", validate="m:1")
         arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
@@ -59,13 +61,14 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
 def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     """A row a model, routing, phase, context and mode: of the runs that were not sweeps, where a model has such.
 
-    Of several batches at a context it is the largest; of several runs one that holds both modes, then that of most
-    rounds.
+    Of several batches at a context it is the largest; of several runs one whose replays rested where they had to, then
+    one that holds both modes, then that of most rounds.
 
     Args:
         gaps: of `gap_rows`.
     """
-    rows = gaps[(gaps["arm"] == arm) & gaps["gap"].notna()]
+    # A step that could not be timed is part of the answer too.
+    rows = gaps[(gaps["arm"] == arm) & (gaps["gap"].notna() | (gaps["verdict"] == "invalid"))]
     if rows.empty:
         return rows
     checked = ~rows["swept"].astype(bool)
@@ -75,7 +78,9 @@ def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     # One run for both modes where there is one, and a run with few arms before one with many.
     by_run = rows.groupby([*place, "run"])["mode"]
     rows = rows.assign(modes=by_run.transform("nunique"), fewer=-rows["arms"])
-    kept = _last(rows, [*place, "mode"], ["modes", "rounds", "fewer", "utc"]).drop(columns=["modes", "fewer"])
+    rows["rested"] = ~rows["hurried"].astype(bool)
+    kept = _last(rows, [*place, "mode"], ["rested", "modes", "rounds", "fewer", "utc"])
+    kept = kept.drop(columns=["rested", "modes", "fewer"])
     return kept.sort_values([*place[:3], "context", "phase", "mode"], kind="stable").reset_index(drop=True)
 
 
@@ -83,7 +88,8 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     """A row a model, phase, context and mode, all of a line of one batch: that with most contexts, then the largest;
     where no batch has two contexts, the largest batch at each.
 
-    Of several runs of a step it is one that holds both modes, then that of most rounds, then the newest.
+    Of several runs of a step it is one whose replays rested where they had to, then one that holds both modes, then
+    that of most rounds, then the newest.
 
     Args:
         gaps: of `gap_rows`.
@@ -101,8 +107,10 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
         .where(most > 1, rows.groupby([*line, "context"])["batch"].transform("max"))
     )
     rows = rows[rows["batch"] == largest]
-    rows = rows.assign(modes=rows.groupby([*line, "context", "run"])["mode"].transform("nunique"))
-    return _last(rows, [*line, "context", "mode"], ["modes", "rounds", "utc"]).drop(columns="modes")
+    modes = rows.groupby([*line, "context", "run"])["mode"].transform("nunique")
+    rows = rows.assign(modes=modes, rested=~rows["hurried"].astype(bool))
+    kept = _last(rows, [*line, "context", "mode"], ["rested", "modes", "rounds", "utc"])
+    return kept.drop(columns=["rested", "modes"])
 
 
 def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
@@ -187,12 +195,15 @@ def readings(cases: Iterable[tuple[Run, str, str]]) -> pd.DataFrame:
     return rows.assign(run="")
 
 
-def find_causes(runs: Iterable[Run], rows: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
+def find_causes(
+    runs: Iterable[Run], rows: pd.DataFrame, loads: Iterable[Mapping[str, Any]] = ()
+) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Why the gaps are there: step and mode -> a stored `cause` of the same step, else what the replays tell.
 
     Args:
         runs: all that may know.
         rows: of `gap_rows`; a cause is looked for of each.
+        loads: of `records(root, "loads")`: how far the routing moved in steps whose run did not count it.
 
     Returns:
         Keys as of `step_key`; fields as of `kvlab.causes.Cause`, as a mapping.
@@ -207,6 +218,7 @@ def find_causes(runs: Iterable[Run], rows: pd.DataFrame) -> dict[tuple[Any, ...]
                 if not row["swept"]:  # at the model's own top-k, which older runs do not say
                     stored[step_key({**row, "topk": None})] = cause
     by_name = {run.path.name: run for run in runs}
+    counted = {(row["model"], row["routing"], row["case"].partition("=")[0]): row["moved"] for row in loads}
     causes = {}
     for row in rows.to_dict("records"):
         key = step_key(row)
@@ -221,7 +233,8 @@ def find_causes(runs: Iterable[Run], rows: pd.DataFrame) -> dict[tuple[Any, ...]
         moved = (run.verdict_of(row["case"], row["mode"]) or {}).get("routing_moved") or {}
         try:
             samples = run.samples_of(row["case"], row["mode"])
-            found = find_cause(samples, None, row["arm"], telemetry=of, routing_moved=moved.get(row["arm"]))
+            routed = moved.get(row["arm"], counted.get((row["model"], row["routing"], row["case"])))
+            found = find_cause(samples, None, row["arm"], telemetry=of, routing_moved=routed)
         except KvlabError:
             continue
         causes[key] = asdict(found)
@@ -261,7 +274,8 @@ def cause_clause(cause: Mapping[str, Any] | None) -> str:
 def _clock(cause: Mapping[str, Any]) -> str:
     before, after = cause["mhz"]
     watts = cause.get("watts")
-    told = f", {watts[0]:.0f} to {watts[1]:.0f} W" if watts else ""
+    # At the limit both arms draw what they may.
+    told = f", {watts[0]:.0f} to {watts[1]:.0f} W" if watts and watts[1] > watts[0] * _MORE_WATTS else ""
     return f"clock {before:,.0f} to {after:,.0f} MHz{told}"
 
 

@@ -22,6 +22,7 @@ _CAPTION = "caption-side: bottom; text-align: left; line-height: 1.4; padding-to
 TABLE: Any = [{"selector": "th, td", "props": _CELL}, {"selector": "caption", "props": _CAPTION}]
 # Backgrounds that stay apart in grey; nothing for equivalent, which is what one hopes for.
 _SHADES = {"different": "#F6CDB5", "inconclusive": "#FBE7BE", "invalid": "#DDDDDD"}
+DECIDED = ("equivalent", "different")
 # Behind the gap of a step that did not rest, see `kvlab.evidence.gap_rows`.
 HURRIED = " †"
 
@@ -42,7 +43,9 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
     for _, of in rows.groupby(["model", "engine", "routing", "phase", "context"], sort=False):
         first = of.iloc[0]
         cells = {
-            row["mode"]: estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) + HURRIED * bool(row["hurried"])
+            row["mode"]: DASH
+            if pd.isna(row["gap"])
+            else estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) + HURRIED * bool(row["hurried"])
             for _, row in of.iterrows()
         }
         line = {
@@ -52,8 +55,11 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
             "verdict": verdict_words(of),
         }
         if causes is not None:
-            largest = max(of.to_dict("records"), key=lambda row: abs(row["gap"]))
-            line["why"] = cause_clause(causes.get(step_key(largest)))
+            # Of a gap that was decided, where one was.
+            largest = max(of.to_dict("records"), key=lambda row: (row["verdict"] in DECIDED, abs(row["gap"] or 0.0)))
+            one_of_two = len(of) > 1 and of["verdict"].nunique() > 1
+            cause = causes.get(step_key(largest))
+            line["why"] = (f"{largest['mode']}: " if one_of_two and cause else "") + cause_clause(cause)
         told.append(line)
     return pd.DataFrame(told)
 

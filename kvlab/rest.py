@@ -8,9 +8,10 @@ sustained mode to say. A step long enough to meet the cap by itself is slowed wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from dataclasses import asdict, dataclass, field, fields
+from statistics import fmean, median, variance
 from typing import Any
 
 from kvlab.engines.base import Step
@@ -25,8 +26,8 @@ RESTS = (0.0, 1.0, 3.0)
 # Seconds of replays under each arm, and how many of the readings in them may say that a cap holds the clock.
 _WATCHED_S = 0.4
 _CAPPED = 0.1
-# Seconds of replays with each rest, of which the first part only brings the card to its pace.
-_TRIED_S = 0.8
+# Turns through all rests; in each, seconds of replays that bring the card to its pace, and replays that count.
+_TURNS, _TRIED_S, _REPLAYS = 3, 0.2, 2
 # A longer rest is taken where it makes the step faster by more than this.
 _GAIN = 0.003
 
@@ -55,10 +56,11 @@ class Rest:
         if not self.share:
             return ""
         held = ", ".join(f"{arm} ({share:.0%} of the readings)" for arm, share in self.capped.items() if share)
+        last = "; a longer one was not tried" * (self.share == RESTS[-1])
         without, with_it = self.us[f"{0:g}"], self.us[f"{self.share:g}"]
         return (
             f"Each replay was followed by a rest of {self.share:g} times its length, as the power cap held the clock"
-            f" under {held}: {self.arm} took {without / 1e3:,.1f} ms without, {with_it / 1e3:,.1f} ms with it."
+            f" under {held}: {self.arm} took {without / 1e3:,.1f} ms without, {with_it / 1e3:,.1f} ms with it{last}."
         )
 
 
@@ -67,7 +69,12 @@ def rest_of(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry
     and stored. Sets `timer.rest`."""
     name, key = step.case.name, f"rest_{timer.mode}"
     stored = run.facts_of(name).get(key)
-    rest = Rest(**stored) if stored else find_rest(step, timer, plan, telemetry)
+    if stored:
+        rest = Rest(**{each.name: stored[each.name] for each in fields(Rest) if each.name in stored})
+    elif run.finished_rounds(name, timer.mode):
+        rest = Rest()
+    else:
+        rest = find_rest(step, timer, plan, telemetry)
     timer.rest = rest.share
     run.case_facts(name, **{key: rest.as_dict()})
     return rest
@@ -82,38 +89,35 @@ def find_rest(step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Res
     timer.rest = 0.0
     if timer.mode != "isolated" or timer.kind != "cuda_graph_events":
         return Rest()
-    capped = {
-        arm.name: share
-        for arm in plan.arms
-        if arm.name != AGAIN and (share := _capped(step, timer, plan, telemetry, arm.name)) is not None
-    }
+    seen = {arm.name: _watch(step, timer, plan, telemetry, arm.name) for arm in plan.arms if arm.name != AGAIN}
+    capped = {name: share for name, (share, _) in seen.items() if share is not None}
     if max(capped.values(), default=0.0) <= _CAPPED:
         return Rest(0.0, capped)
-    most = max(capped, key=lambda name: capped[name])
+    # Of several that are held all the time, the one at the lowest clock.
+    most = max(capped, key=lambda name: (round(capped[name], 1), -seen[name][1]))
     _fill(step, plan, most)
-    us = {}
-    for share in RESTS:
-        timer.rest = share
-        timer.settle(_TRIED_S / 2)
-        first = timer.time(2)
-        us[share] = median([*first, *timer.time(_count(_TRIED_S / 2, first[-1], share))])
-    best = next(share for share in RESTS if us[share] <= min(us.values()) * (1 + _GAIN))
+    tried: dict[float, list[float]] = {share: [] for share in RESTS}
+    for _ in range(_TURNS):
+        for share in RESTS:
+            timer.rest = share
+            timer.settle(_TRIED_S)
+            tried[share] += timer.time(_REPLAYS)
+    us = {share: median(times) for share, times in tried.items()}
+    # What a median of so many replays wanders by (1.25 sd / sqrt(n)), of two of them, twice.
+    wander = 2 * 1.25 * math.sqrt(2 * fmean(variance(times) for times in tried.values()) / (_TURNS * _REPLAYS))
+    enough = max(min(us.values()) * (1 + _GAIN), min(us.values()) + wander)
+    best = next(share for share in RESTS if us[share] <= enough)
     return Rest(best, capped, most, {f"{share:g}": taken for share, taken in us.items()})
 
 
-def _count(seconds: float, us: float, share: float) -> int:
-    """Replays of `us` microseconds, with their rests, in some seconds; one at least."""
-    return max(1, int(seconds / (us / 1e6 * (1 + share))))
-
-
-def _capped(step: Step, timer: Timer, plan: Plan, telemetry: Telemetry, name: str) -> float | None:
-    """Share of the readings beside an arm's replays that say a cap; None where nothing is read."""
+def _watch(step: Step, timer: Timer, plan: Plan, telemetry: Telemetry, name: str) -> tuple[float | None, float]:
+    """Share of the readings beside an arm's replays that say a cap (None where nothing is read), and their MHz."""
     _fill(step, plan, name)
     timer.settle(_WATCHED_S / 2)
     with Sampler(telemetry) as sampler:
         timer.settle(_WATCHED_S)
     said = [reading.throttled for reading in sampler.readings if reading.throttled is not None]
-    return sum(said) / len(said) if said else None
+    return (sum(said) / len(said) if said else None), sampler.summary().sm_mhz or 0.0
 
 
 def _fill(step: Step, plan: Plan, name: str) -> None:

@@ -39,6 +39,7 @@ def row(**more):
         "arms": 1,
         "utc": "2026-01-01",
         "swept": False,
+        "hurried": False,
         "run": "a",
     }
     return base | more
@@ -77,6 +78,21 @@ def test_real_and_pinned_routing_are_two_rows_and_other_arms_none():
     found = evidence.claim_gaps(pd.DataFrame(rows))
     assert sorted(found["routing"]) == ["balanced", "real"]
     assert set(found["arm"]) == {"random"}
+
+
+def test_a_run_that_rested_goes_before_one_that_did_not_whatever_else():
+    slowed, rested = both(run="old", rounds=99, hurried=True), [row(run="new", rounds=6, arms=9)]
+    for pick in (evidence.claim_gaps, evidence.context_gaps):
+        assert chosen([*slowed, *rested], pick)[("hit", 8192.0, "isolated")] == "new"
+
+
+def test_a_step_that_could_not_be_timed_is_part_of_the_claim():
+    rows = [
+        row(),
+        row(context=100000.0, gap=math.nan, verdict="invalid"),
+        row(context=1024.0, gap=math.nan, verdict=None),
+    ]
+    assert sorted(evidence.claim_gaps(pd.DataFrame(rows))["context"]) == [8192.0, 100000.0]
 
 
 @given(st.permutations(range(7)))

@@ -48,7 +48,8 @@ def test_new_runs_make_it_stale_and_one_command_mends_it(tmp_path, capsys):
     assert "](figures/claim.png)" in text
     assert "qwen3" not in text.split("## Two commands")[0]
     assert "**Prefill after a prefix-cache hit: not in general.**" in text
-    assert "The largest: llama-3.1-8b +13.1 % at 100k, clock 1,845 to 1,620 MHz, 591 to 692 W" in text
+    assert "The largest that differ: deepseek-v3.2-6l \N{MINUS SIGN}7.5 % at 100k, isolated, top-k" in text
+    assert "Not counted: 2 of steps that did not rest (\N{DAGGER})." in text
     assert "gpt-oss-20b with real routing" in text
 
     def to_sweep(verdicts):
@@ -68,14 +69,14 @@ def test_new_runs_make_it_stale_and_one_command_mends_it(tmp_path, capsys):
     for table in ("verdicts", "samples"):
         edit_table(data / "sweep-deepseek-v3.2-6l-topk" / f"{table}.parquet")
     edit(data / "sweep-deepseek-v3.2-6l-topk", to_sweep)
-    edit(data / "vllm-llama-3.1-8b-isolated", to_newer)
+    edit(data / "vllm-deepseek-v3.2-6l-claim", to_newer)
     assert tool.main([*places, "--check"]) == 1
     told = capsys.readouterr().err
     assert all(name in told for name in ("README.md", "claim.png", "topk.png", "zeros.png", "contents.png"))
     assert tool.main(places) == 0
     assert tool.main([*places, "--check"]) == 0
     assert {"topk", "zeros", "contents"} < {path.stem for path in figures.iterdir()}
-    assert "llama-3.1-8b +20.0 %" in readme.read_text()
+    assert "deepseek-v3.2-6l +20.0 %" in readme.read_text()
     shutil.rmtree(data / "sweep-deepseek-v3.2-6l-topk")
     assert tool.main([*places, "--check"]) == 1
     assert tool.main(places) == 0

@@ -78,7 +78,7 @@ class Page:
 
     @cached_property
     def causes(self) -> dict[tuple[object, ...], dict[str, object]]:
-        return evidence.find_causes(self.runs, self.claim)
+        return evidence.find_causes(self.runs, self.claim, evidence.records(self.data, "loads"))
 
     @cached_property
     def pictures(self) -> dict[str, Picture]:
@@ -91,7 +91,7 @@ class Page:
             Picture(
                 "claim",
                 "Gap by model and step with the 90 % interval, in both modes, against the margin",
-                lab_tables.with_places(fixed),
+                lab_tables.with_places(fixed[fixed["gap"].notna()]),
                 lambda rows: plots.plot_claim(rows, title=f"Random against zero KV, {self.card}")[0],
             ),
             Picture(
@@ -144,30 +144,39 @@ class Page:
             most = percent(real["gap"].max(), 1)
             lines.append(
                 f"- {models} with real routing over made-up gates: up to {most}. Which experts run then follows the KV,"
-                " so these gaps are about routing; they are below, but not counted above."
+                " so these gaps are not about KV alone; they are below, but not counted above."
             )
         table = [markdown(self.table())]
         if self.claim["hurried"].any():
-            table += ["", f"{lab_tables.HURRIED} {_HURRIED}"]
+            table += ["", f"{lab_tables.HURRIED.strip()} {_HURRIED}"]
         return "\n".join([*lines, "", *table, "", self.image("claim")])
 
     def of_phase(self, phase: str, rows: pd.DataFrame) -> str:
         """Does the claim hold, how many gaps say so, and of each model that it does not hold for the largest gap."""
+        slowed = int(rows["hurried"].sum())
+        rows = rows[~rows["hurried"].astype(bool)]
+        if rows.empty:
+            return f"**{PHASES.get(phase, phase)}: not decided.** All {slowed} gaps are of steps that did not rest."
         counts = rows["verdict"].value_counts()
         if counts.get("different"):
             what = "not in general"
+        elif counts.get("equivalent"):
+            what = "the claim holds" + ("" if counts["equivalent"] == len(rows) else " where it was decided")
         else:
-            what = "the claim holds" + ("" if counts.get("equivalent") == len(rows) else " where it was decided")
+            what = "not decided"
         told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in plots.VERDICT_STYLE if verdict in counts)
         span = f"{percent(rows['gap'].min(), 1)} to {percent(rows['gap'].max(), 1)}"
         apart = rows[rows["verdict"] == "different"].sort_values("gap", key=abs, ascending=False)
         largest = [
-            f"{row['model']} {percent(row['gap'], 1)} at {tokens(row['context'])},"
+            f"{row['model']} {percent(row['gap'], 1)} at {tokens(row['context'])}, {row['mode']},"
             f" {evidence.cause_clause(self.causes.get(evidence.step_key(row)))}"
             for row in apart.drop_duplicates("model").to_dict("records")
         ]
         said = f"**{PHASES.get(phase, phase)}: {what}.** Of {len(rows)} gaps {told} ({span})."
-        return said + (f" The largest: {'; '.join(largest)}." if largest else "")
+        said += f" The largest that differ: {'; '.join(largest)}." if largest else ""
+        return said + (
+            f" Not counted: {slowed} of steps that did not rest ({lab_tables.HURRIED.strip()})." * (slowed > 0)
+        )
 
     def table(self) -> pd.DataFrame:
         """Cells that do not break, but for the cause: a gap and its interval are read as one."""
@@ -196,18 +205,21 @@ class Page:
 
     def bench_table(self) -> str:
         """Medians of vLLM's own benchmark, twice, and of kvlab's zeros arm in between; and the claim by the former."""
-        rows = [row for path in sorted(self.data.glob("vllm-*-bench.json")) for row in json.loads(path.read_text())]
-        lines = [
-            {
-                "model": row["model"],
-                "case": f"`{row['case']}`",
-                "vllm bench forward, µs": f"{row['bench']['median_us']:.1f}, {row['bench_again']['median_us']:.1f}",
-                "kvlab, zeros, µs": f"{row['kvlab']['median_us']:.1f}",
-                "ratio": f"{row['ratio']:.4f}",
-                "vllm bench forward, random KV": f"{row['random_over_zeros'] - 1:+.2%}",
-            }
-            for row in rows
-        ]
+        lines = []
+        for row in evidence.records(self.data, "bench"):
+            first, again, random = (row[name] for name in ("bench", "bench_again", "bench_random"))
+            us = {name: each["median_us"] for name, each in (("first", first), ("again", again), ("random", random))}
+            lines.append(
+                {
+                    "model": row["model"],
+                    "case": f"`{row['case']}`",
+                    "vllm bench forward, µs": f"{us['first']:.1f}, {us['again']:.1f}",
+                    "kvlab, zeros, µs": f"{row['kvlab']['median_us']:.1f}",
+                    "ratio": f"{row['ratio']:.4f}",
+                    "its zeros again": f"{us['again'] / us['first'] - 1:+.2%}",
+                    "its random": f"{us['random'] / us['again'] - 1:+.2%}" + ", capped" * bool(random["throttled"]),
+                }
+            )
         return markdown(pd.DataFrame(lines)) if lines else NOT_YET
 
     def reference_table(self) -> str:
