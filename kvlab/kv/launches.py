@@ -6,6 +6,7 @@ A launch covers every layer and every block of its kind, so that 61 layers and 2
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -25,10 +26,9 @@ from kvlab.kv.rules import Random, ValueFill, Zeros
 from kvlab.kv.specs import is_recurrent
 from kvlab.kv.views import LayerTensor
 
-# Groups of 8 values that a program of `fill_runs` writes, and values that one of `fill_packed` holds at a time: 32 a
-# thread.
+# Groups of 8 values that a program of `fill_runs` writes, and values that one of `fill_packed` does: 32 a thread.
 _GROUPS = 512
-_PACKED_VALUES = 4096
+_PACKED_VALUES = 8 * _GROUPS
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LAYOUT = ("TILES", "TILE", "ROPE", "ROW", "ROPE_AT", "SCALE_ROW", "SCALE_AT", "PLANAR", "UE8M0")
 _PACKED: dict[type[Format], dict[str, Any]] = {
@@ -46,7 +46,6 @@ class Lie:
 
     Attributes:
         group_id, factor: which kernel blocks.
-        storage: address.
         kind: `float`, `e4m3` or `zeros` of `fill_runs`, or `packed`.
         dtype: as which the storage is written.
         fmt: of packed values.
@@ -60,7 +59,6 @@ class Lie:
 
     group_id: int
     factor: int
-    storage: int
     kind: str
     dtype: torch.dtype
     fmt: type[Format] | None
@@ -114,20 +112,32 @@ class LaunchPlan:
     """Layers to be filled, gathered by how they lie."""
 
     def __init__(self) -> None:
-        self._members: dict[Lie, list[tuple[LayerTensor, int]]] = {}
+        # By how they lie, and the storage's address.
+        self._members: dict[tuple[Lie, int], list[tuple[LayerTensor, int]]] = {}
+        self._lies: dict[Hashable, Lie | None] = {}
 
-    def add(self, layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> bool:
-        """Take a layer, unless no kernel can fill it; no format for zeros."""
-        found = _lie_of(layer, fmt, fill)
-        if found is not None:
-            lie, start = found
-            self._members.setdefault(lie, []).append((layer, start))
-        return found is not None
+    def add(self, layer: LayerTensor, fmt: Format | None, fill: ValueFill, alike: Hashable) -> bool:
+        """Take a layer, unless no kernel can fill it; no format for zeros.
+
+        Args:
+            alike: equal for layers that differ in their address alone, with format and fill.
+        """
+        if alike not in self._lies:
+            self._lies[alike] = _lie_of(layer, fmt, fill)
+        lie = self._lies[alike]
+        if lie is None:
+            return False
+        begin = layer.tensor.storage_offset() * layer.tensor.element_size()
+        address = layer.tensor.untyped_storage().data_ptr()
+        if begin % lie.unit or address % 16:
+            return False
+        self._members.setdefault((lie, address), []).append((layer, begin // lie.unit))
+        return True
 
     def launches(self, owned: OwnedBlocks) -> list[Launch]:
         """What fills the owned blocks of the layers, its tables on the device."""
         launches = []
-        for lie, members in self._members.items():
+        for (lie, _), members in self._members.items():
             blocks = owned.kernel_blocks(lie.group_id, lie.factor)
             if len(blocks):
                 starts = torch.tensor([start for _, start in members], device=blocks.device)
@@ -140,7 +150,7 @@ def launch_normals(key: int, begin: int, blocks: int, count: int, device: torch.
     """Normal values for kernel blocks from `begin` on, under a layer's key: float32 [blocks, count]."""
     length = -(-count // 8)
     values = torch.empty(blocks, length * 8, device=device)
-    lie = Lie(0, 1, 0, "float", values.dtype, None, 1.0, 0.0, 32, length, length, (0,), 1, 1)
+    lie = Lie(0, 1, "float", values.dtype, None, 1.0, 0.0, 32, length, length, (0,), 1, 1)
     keys = _on_device([key], device)
     # Blocks are counted from `begin`, but lie from the tensor's first value on.
     starts = torch.full((1,), -begin * length, device=device)
@@ -197,8 +207,12 @@ def _launch_packed(
 ) -> None:
     assert lie.fmt is not None
     layout = _PACKED[lie.fmt]
-    tokens = min(_PACKED_VALUES // layout["TILE"], triton.next_power_of_2(lie.tokens))
-    fill_packed[(len(blocks) * triton.cdiv(lie.tokens, tokens), len(starts))](
+    parts = packed_parts(layout, lie.tokens)
+    programs = triton.cdiv(lie.tokens * layout["TILES"], parts["TILE_PART"])
+    if layout["ROPE"]:
+        programs += triton.cdiv(lie.tokens, parts["ROPE_PART"])
+    values = max(parts["TILE_PART"] * layout["TILE"], parts["ROPE_PART"] * layout["ROPE"])
+    fill_packed[(len(blocks) * programs, len(starts))](
         *(_storage(tensor, dtype) for dtype in (lie.dtype, torch.float32, torch.bfloat16)),
         keys,
         starts,
@@ -208,11 +222,18 @@ def _launch_packed(
         lie.tokens,
         _spread(lie.scale),
         **layout,
+        **parts,
         HAS_ZERO=bool(lie.share),
-        TOKENS=tokens,
         FAST=random_kernel.compiled(),
-        num_warps=max(1, min(4, tokens * layout["TILE"] // 1024)),
+        num_warps=max(1, values // 1024),
     )
+
+
+def packed_parts(layout: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """What one program of `fill_packed` writes of a kernel block: tiles, or the uncoded values of so many tokens."""
+    tiles = min(_PACKED_VALUES // layout["TILE"], triton.next_power_of_2(tokens * layout["TILES"]))
+    rope = min(_PACKED_VALUES // layout["ROPE"], triton.next_power_of_2(tokens)) if layout["ROPE"] else 1
+    return {"TILE_PART": tiles, "ROPE_PART": rope}
 
 
 def _storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -223,8 +244,8 @@ def _spread(scale: float) -> float:
     return -2 * math.log(2) * scale * scale
 
 
-def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[Lie, int] | None:
-    """How a layer lies and where its block 0 begins, in units; None where no kernel can fill it."""
+def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> Lie | None:
+    """How a layer lies; None where no kernel can fill it."""
     written = _written(layer, fmt, fill)
     if written is None:
         return None
@@ -232,9 +253,8 @@ def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[Li
     tensor, size, share = layer.tensor, layer.tensor.element_size(), fill.zero_share
     unit = 8 * size if kind in ("float", "e4m3") else 16
     runs, length = _block_runs(tuple(tensor.shape), tensor.stride(), layer.dim, size)
-    begin, stride = tensor.storage_offset() * size, tensor.stride(layer.dim) * size
-    aligned = not any(n % unit for n in (begin, length, stride, *runs))
-    if not aligned or tensor.untyped_storage().data_ptr() % 16 or any(b - a < length for a, b in pairwise(runs)):
+    stride = tensor.stride(layer.dim) * size
+    if any(n % unit for n in (length, stride, *runs)) or any(b - a < length for a, b in pairwise(runs)):
         return None
     tokens = token_length = 1
     if kind == "packed" or share:
@@ -245,10 +265,9 @@ def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[Li
         if kind != "packed" and (token_bytes % unit or token_bytes * tokens > length):
             return None
         token_length = token_bytes // unit
-    lie = Lie(
+    return Lie(
         group_id=layer.group_id,
         factor=layer.factor,
-        storage=tensor.untyped_storage().data_ptr(),
         kind=kind,
         dtype=dtype,
         fmt=type(fmt) if fmt is not None and kind == "packed" else None,
@@ -261,7 +280,6 @@ def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[Li
         tokens=tokens,
         token_length=token_length,
     )
-    return lie, begin // unit
 
 
 @lru_cache
