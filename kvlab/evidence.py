@@ -24,10 +24,10 @@ from kvlab.run import Run, open_run
 # A step as it was asked for; its name is not part of it.
 STEP = ["model", "engine", "gpu", "routing", "phase", "context", "batch", "query", "topk"]
 WHOLE = "whole step"
-# Names of `Grid.cases`: made for a sweep, not to answer for a model.
 _REST = "rest_isolated_share"
 _SLOWED = 0.1  # of a case's samples: fewer throttled ones do not tell of a step that the power cap slows
 _MORE_WATTS = 1.02
+# Names of `Grid.cases`: made for a sweep, not to answer for a model.
 _SWEPT = r"^[a-z]+-b\d+-k\d+"
 
 
@@ -75,12 +75,8 @@ def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     rows = rows[checked | ~rows["model"].isin(rows.loc[checked, "model"])]
     place = ["model", "engine", "routing", "phase", "context"]
     rows = rows[rows["batch"] == rows.groupby(place)["batch"].transform("max")]
-    # One run for both modes where there is one, and a run with few arms before one with many.
-    by_run = rows.groupby([*place, "run"])["mode"]
-    rows = rows.assign(modes=by_run.transform("nunique"), fewer=-rows["arms"])
-    rows["rested"] = ~rows["hurried"].astype(bool)
-    kept = _last(rows, [*place, "mode"], ["rested", "modes", "rounds", "fewer", "utc"])
-    kept = kept.drop(columns=["rested", "modes", "fewer"])
+    # Of as many rounds a run with few arms goes before one with many.
+    kept = _speaking(rows.assign(fewer=-rows["arms"]), place, ["fewer"]).drop(columns="fewer")
     return kept.sort_values([*place[:3], "context", "phase", "mode"], kind="stable").reset_index(drop=True)
 
 
@@ -107,10 +103,7 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
         .where(most > 1, rows.groupby([*line, "context"])["batch"].transform("max"))
     )
     rows = rows[rows["batch"] == largest]
-    modes = rows.groupby([*line, "context", "run"])["mode"].transform("nunique")
-    rows = rows.assign(modes=modes, rested=~rows["hurried"].astype(bool))
-    kept = _last(rows, [*line, "context", "mode"], ["rested", "modes", "rounds", "utc"])
-    return kept.drop(columns=["rested", "modes"])
+    return _speaking(rows, [*line, "context"])
 
 
 def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
@@ -296,6 +289,15 @@ def _signed(us: float) -> str:
 def records(root: Path, part: str) -> list[dict[str, Any]]:
     """The rows of the files `*-PART.json` beside the runs, e.g. of `selection` or `loads`."""
     return [row for path in sorted(root.glob(f"*-{part}.json")) for row in json.loads(path.read_text())]
+
+
+def _speaking(rows: pd.DataFrame, place: list[str], then: Sequence[str] = ()) -> pd.DataFrame:
+    """A row a place and mode: of a run that rested where it had to, then one with both modes there, then most rounds,
+    then the last by `then`, then the newest."""
+    modes = rows.groupby([*place, "run"])["mode"].transform("nunique")
+    rows = rows.assign(modes=modes, rested=~rows["hurried"].astype(bool))
+    kept = _last(rows, [*place, "mode"], ["rested", "modes", "rounds", *then, "utc"])
+    return kept.drop(columns=["rested", "modes"])
 
 
 def _last(rows: pd.DataFrame, keys: list[str], by: list[str]) -> pd.DataFrame:

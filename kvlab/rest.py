@@ -57,11 +57,11 @@ class Rest:
             return ""
         held = ", ".join(f"{arm} ({share:.0%} of the readings)" for arm, share in self.capped.items() if share)
         last = "; a longer one was not tried" * (self.share == RESTS[-1])
-        without, with_it = self.us[f"{0:g}"], self.us[f"{self.share:g}"]
-        return (
-            f"Each replay was followed by a rest of {self.share:g} times its length, as the power cap held the clock"
-            f" under {held}: {self.arm} took {without / 1e3:,.1f} ms without, {with_it / 1e3:,.1f} ms with it{last}."
-        )
+        said = f"Each replay was followed by a rest of {self.share:g} times its length, as the power cap held the clock"
+        if not self.us:  # stored by a kvlab that did not time its rests
+            return f"{said} under {held}." if held else f"{said}."
+        without, with_it = (f"{self.us[f'{share:g}'] / 1e3:,.1f} ms" for share in (0, self.share))
+        return f"{said} under {held}: {self.arm} took {without} without, {with_it} with it{last}."
 
 
 def rest_of(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:

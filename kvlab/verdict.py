@@ -106,12 +106,12 @@ def _clocks(samples: pd.DataFrame, arm: str) -> dict[str, Any]:
         return {}
     watts = samples["watts"] if "watts" in samples else samples["sm_mhz"] * math.nan
     medians = samples.assign(watts=watts).groupby("arm")[["sm_mhz", "watts"]].median()
+    if medians["sm_mhz"].isna().any():
+        return {}
     clocks = {
         str(name): {"MHz": float(row["sm_mhz"]), "W": None if math.isnan(row["watts"]) else float(row["watts"])}
         for name, row in medians.iterrows()
     }
-    if medians["sm_mhz"].isna().any():
-        return {}
     cycles = gap_in_cycles(samples, arm)
     return {"clocks": clocks, **({"cycles": {"gap": cycles.gap, "ci90": cycles.listed_ci90}} if cycles else {})}
 

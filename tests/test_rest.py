@@ -113,7 +113,9 @@ def test_rounds_from_before_rests_go_on_without_and_fields_of_another_day_are_pa
     card.timer = Clock(card)
     with Run.create(tmp_path / "run", {"model": "m", "engine": "e", "routing": "none", "seed": 0}, machine()) as run:
         run.add_case("hit", "hit=1@40", "decode", [], rest_isolated={"share": 3.0, "still": {"zeros": 1.0}})
-        assert rest_of(run, StepOf(card), card.timer, PLAN, card).share == card.timer.rest == 3.0
+        rest = rest_of(run, StepOf(card), card.timer, PLAN, card)
+        assert rest.share == card.timer.rest == 3.0
+        assert str(rest).startswith("Each replay was followed by a rest of 3 times its length")
 
 
 def test_a_case_gone_on_with_rests_as_it_did(tmp_path):
