@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", default="decode8k,hit8k,decode100k,hit100k", help="of claim and scores, those to run (default all)"
     )
+    parser.add_argument("--no-roles", action="store_true", help="claim without the 2x2 of roles: more rounds a budget")
     parser.add_argument("--contexts", default="1024,8192,32768,100000", help="of decode")
     parser.add_argument("--hit-contexts", default="1024,32768", help="of hit; claim holds 8192 and --long")
     parser.add_argument("--zeros-context", type=int, help="of zeros; --long by default")
@@ -292,7 +293,7 @@ def main() -> None:
                     say(f"verify {json.dumps(found[0].as_dict())}")
 
     def claimed() -> None:
-        arms = ["random", *(ROLES if engine.topk else ())]
+        arms = ["random", *(ROLES if engine.topk and not args.no_roles else ())]
         chosen = [case for case in cases[:4] if case.name in args.cases.split(",")]
         run("claim", chosen, arms=arms, mode="both", budget=args.budget, explain=True)
 

@@ -64,7 +64,8 @@ def check(
         rounds: randomised rounds over all arms; a verdict needs at least `kvlab.stats.MIN_ROUNDS`. By default a
             pilot of `kvlab.pilot.PILOT_ROUNDS` rounds decides, see `kvlab.pilot.plan_rounds`.
         budget: seconds of rounds a case and mode that the pilot may plan for.
-        replays, discard: timed replays per arm and round, after discarded ones.
+        replays, discard: timed replays per arm and round, after discarded ones; a sustained visit to an arm may time
+            up to ten.
         explain: profile each arm's kernels after the rounds, and name the cause of the gap.
         out: folder of the run; `runs/MODEL-ENGINE-TIME` when absent. A folder with an unfinished run of the same
             study is gone on with.

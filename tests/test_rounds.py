@@ -1,6 +1,7 @@
 """A round: what comes before the replays that count, in either mode."""
 
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ def test_a_sustained_replay_that_counts_finds_another_before_it(hand_engine, thr
     assert {row["us"] for row in rows} == {1000.0}
     assert len(rows) == 3 * PLAN.replays
     assert clock.settled == [SETTLE_S, *[SETTLE_CAPPED_S] * throttled] * 3
+
+
+@pytest.mark.parametrize(("paced_s", "replays"), [(0.0, 3), (1e-4, 10), (0.1, 6), (0.5, 3)])
+def test_a_sustained_visit_times_as_many_replays_as_its_settling_is_worth(hand_engine, paced_s, replays):
+    clock = Clock("sustained", "cuda_graph_events")
+    clock.paced_s = paced_s
+    arms = Counter(row["arm"] for row in run(hand_engine, clock, Card(False)))
+    assert set(arms.values()) == {replays}
+    clock = Clock("isolated", "cuda_graph_events")
+    clock.paced_s = paced_s
+    assert len(run(hand_engine, clock, Card(False))) == 3 * PLAN.replays
 
 
 @pytest.mark.parametrize(("kind", "least"), [("cuda_graph_events", 0.1), ("cpu_clock", 0.0)])

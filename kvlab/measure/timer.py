@@ -28,12 +28,14 @@ class Timer(ABC):
         kind: `cuda_graph_events` or `cpu_clock`, stored with the run.
         mode: `isolated` or `sustained`; a clock that knows no difference is `isolated`.
         rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
+        paced_s: seconds that a replay took when the timer settled first, its restore and launch included; 0 before.
         busy: where there were rests, the spans of `time.perf_counter` in which the last `time` had the card work.
     """
 
     kind: str
     mode = "isolated"
     rest = 0.0
+    paced_s = 0.0
     busy: Sequence[tuple[float, float]] = ()
 
     @abstractmethod
@@ -155,6 +157,7 @@ class GraphTimer(Timer):
         begin = time.perf_counter()
         self.time(_PROBE)
         each = (time.perf_counter() - begin) / _PROBE
+        self.paced_s = self.paced_s or each
         # In one call, so that the GPU never idles in sustained mode.
         self.time(max(1, int(seconds / max(each, 1e-6))))
 

@@ -82,6 +82,7 @@ def test_a_graph_settles_for_the_time_that_replays_take_with_their_restores(monk
 
     timer = Graph()
     timer.settle(0.2)
+    assert timer.paced_s == pytest.approx(0.004)
     assert now[0] == pytest.approx(0.2, abs=0.02)
     # One call for all, so that a sustained load has no pause.
     assert len(timer.counts) == 2
