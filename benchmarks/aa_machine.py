@@ -5,12 +5,17 @@ intervals should hold 0. Each check prepares (and, on CUDA, captures) the step a
 
     python benchmarks/aa_machine.py tiny-dense --case decode=4*1@512
     python benchmarks/aa_machine.py deepseek-v4.1-flash --engine vllm --case decode=8*1@100000 --mode sustained
+
+With --run FOLDER a stopped benchmark goes on where it was; --seconds begins no check after so long, and the table says
+how many there were.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +38,8 @@ def main() -> None:
     parser.add_argument("--checks", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--replays", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--run", type=Path, help="folder of the run (by default one that is not kept)")
     parser.add_argument("--out", type=Path, help="folder of an export of the run")
     args = parser.parse_args()
     case = parse_case(args.case)
@@ -40,9 +47,12 @@ def main() -> None:
     engine = load_engine(args.model, args.engine, **options)
     arms = tuple(Arm(name, Zeros()) for name in (BASELINE, AGAIN, "random"))
     plan = Plan(arms, 0.03, (args.mode,), args.rounds, 60.0, args.replays, 2, 0)
-    with tempfile.TemporaryDirectory() as scratch:
-        study = Study(engine, plan, Path(scratch) / "aa", args.checks)
+    begin = time.perf_counter()
+    with nullcontext(args.run) if args.run else tempfile.TemporaryDirectory() as folder:
+        study = Study(engine, plan, Path(folder) / "aa", args.checks)
         for number in range(args.checks):
+            if time.perf_counter() - begin > args.seconds:
+                break
             study.check_case(engine, Case(f"aa{number:02d}", case.requests))
         gaps, verdicts, samples = study.run.gaps, study.run.verdicts, study.run.samples
         if args.out:

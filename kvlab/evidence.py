@@ -24,7 +24,9 @@ from kvlab.run import Run, open_run
 # A step as it was asked for; its name is not part of it.
 STEP = ["model", "engine", "gpu", "routing", "phase", "context", "batch", "query", "topk"]
 WHOLE = "whole step"
-_REST = "rest_isolated_share"
+OTHER_PACE = "other pace †"
+# Facts of a case that tell of a pace as its mode means it, where the power cap binds: mode -> column of `Run.cases`.
+_PACED = {"isolated": "rest_isolated_share", "sustained": "settle_capped_s"}
 _SLOWED = 0.1  # of a case's samples: fewer throttled ones do not tell of a step that the power cap slows
 _MORE_WATTS = 1.02
 # Names of `Grid.cases`: made for a sweep, not to answer for a model.
@@ -41,12 +43,15 @@ def open_runs(root: Path, having: Callable[[Run], Any] = bool) -> list[Run]:
 
 def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
     """`Run.gaps` of all, with `rounds`, `arms` (how many), `utc` (of the run), `swept` (the case is one of a grid) and
-    `hurried` (isolated replays of a step that the power cap slowed, from before kvlab let such steps rest)."""
+    `hurried` (of a step that the power cap slowed, from before kvlab let such replays rest when isolated, or settle
+    until the cap's swing had died away when sustained)."""
     tables = []
     for run in runs:
         of_case = run.verdicts[["case", "mode", "rounds", "flagged"]].merge(run.cases, on="case", suffixes=("", "_of"))
-        unknown = of_case[_REST].isna() if _REST in of_case else True
-        of_case["hurried"] = unknown & (of_case["mode"] == "isolated") & (of_case["flagged"] > _SLOWED)
+        of_case["hurried"] = False
+        for mode, fact in _PACED.items():
+            unknown = of_case[fact].isna() if fact in of_case else True
+            of_case["hurried"] |= unknown & (of_case["mode"] == mode) & (of_case["flagged"] > _SLOWED)
         rounds = of_case[["case", "mode", "rounds", "hurried"]]
         table = run.gaps.merge(rounds, on=["case", "mode"], how="left", validate="m:1")
         arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
@@ -61,7 +66,7 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
 def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     """A row a model, routing, phase, context and mode: of the runs that were not sweeps, where a model has such.
 
-    Of several batches at a context it is the largest; of several runs one whose replays rested where they had to, then
+    Of several batches at a context it is the largest; of several runs one that is not `hurried`, then
     one that holds both modes, then that of most rounds.
 
     Args:
@@ -84,8 +89,8 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     """A row a model, phase, context and mode, all of a line of one batch: that with most contexts, then the largest;
     where no batch has two contexts, the largest batch at each.
 
-    Of several runs of a step it is one whose replays rested where they had to, then one that holds both modes, then
-    that of most rounds, then the newest.
+    Of several runs of a step it is one that is not `hurried`, then one that holds both modes, then that of most rounds,
+    then the newest.
 
     Args:
         gaps: of `gap_rows`.
@@ -106,11 +111,16 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     return _speaking(rows, [*line, "context"])
 
 
+def drawn(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of gaps as a figure shows them: `hurried` ones stand apart from every verdict."""
+    return rows.assign(verdict=rows["verdict"].mask(rows["hurried"].astype(bool), OTHER_PACE))
+
+
 def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
     """Gaps of the whole step along `topk` or `zero_fraction`, and of each role where its kernels were profiled.
 
     Args:
-        runs: those that hold such a sweep.
+        runs: any; of those the steps count that were measured at several top-k, or under a zero fraction.
 
     Returns:
         The columns of `Run.gaps`, `part` (`WHOLE`, or a role; a role's gap is of the whole step's time, without a
@@ -118,11 +128,15 @@ def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
     """
     rows = gap_rows(runs).assign(part=WHOLE)
     if axis == "topk":
-        rows = rows[(rows["arm"] == "random") & rows["topk"].notna()]
+        rows = rows[(rows["arm"] == "random") & rows["topk"].notna() & rows["gap"].notna()]
+        line = [*(name for name in STEP if name != "topk"), "mode"]
+        rows = rows[rows.groupby(line, dropna=False)["topk"].transform("nunique") > 1]
     else:
         shares = {arm: found for arm in rows["arm"].unique() if (found := zero_fraction(arm)) and found[0] == "random"}
         rows = rows[rows["arm"].isin(shares)]
         rows = rows.assign(zero_fraction=[shares[arm][1] for arm in rows["arm"]])
+        line = [*STEP, "mode", "run"]
+        rows = rows[rows.groupby(line, dropna=False)["zero_fraction"].transform("nunique") > 1]
     rows = _last(rows, [*STEP, "mode", "arm"], ["rounds", "utc"])
     kernels = {run.path.name: run.kernels for run in runs}
     parts = [{**row, **part} for row in rows.to_dict("records") for part in _parts(kernels[str(row["run"])], row)]
@@ -292,12 +306,12 @@ def records(root: Path, part: str) -> list[dict[str, Any]]:
 
 
 def _speaking(rows: pd.DataFrame, place: list[str], then: Sequence[str] = ()) -> pd.DataFrame:
-    """A row a place and mode: of a run that rested where it had to, then one with both modes there, then most rounds,
+    """A row a place and mode: of a run that is not `hurried`, then one with both modes there, then most rounds,
     then the last by `then`, then the newest."""
     modes = rows.groupby([*place, "run"])["mode"].transform("nunique")
-    rows = rows.assign(modes=modes, rested=~rows["hurried"].astype(bool))
-    kept = _last(rows, [*place, "mode"], ["rested", "modes", "rounds", *then, "utc"])
-    return kept.drop(columns=["rested", "modes"])
+    rows = rows.assign(modes=modes, paced=~rows["hurried"].astype(bool))
+    kept = _last(rows, [*place, "mode"], ["paced", "modes", "rounds", *then, "utc"])
+    return kept.drop(columns=["paced", "modes"])
 
 
 def _last(rows: pd.DataFrame, keys: list[str], by: list[str]) -> pd.DataFrame:

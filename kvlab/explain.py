@@ -14,9 +14,9 @@ from kvlab.causes import Cause, Part, find_cause
 from kvlab.engines.base import Step
 from kvlab.estimates import Estimate
 from kvlab.measure.kernels import profile_kernels
+from kvlab.measure.settling import SETTLE_CAPPED_S, SETTLE_S
 from kvlab.measure.timer import Timer
 from kvlab.plan import BASELINE, Plan
-from kvlab.rounds import SETTLE_CAPPED_S, SETTLE_S
 from kvlab.run import Run
 from kvlab.selection import describe_selection, selection_overlap
 
@@ -36,7 +36,7 @@ def explain(
         `selection` (arm -> what sparse attention chose) where there is any.
     """
     case = step.case.name
-    # As long as in the rounds: under a cap, contents that draw more power slow down over a second.
+    # As long as in the rounds.
     capped = mode == "sustained" and bool(run.samples_of(case, mode)["throttled"].eq(True).any())
     settle = SETTLE_S + SETTLE_CAPPED_S if capped else None
     profiles: dict[str, Any] = {}

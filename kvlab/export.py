@@ -14,6 +14,8 @@ from kvlab.errors import RunError
 from kvlab.tables import TABLES, frame
 
 RECORD = "provenance.json"
+# Wide tables of few rows: what Parquet says of a column weighs more than its values (one case: 37 KB, not 179).
+_LEAN: dict[str, Any] = {"store_schema": False, "write_statistics": False, "use_dictionary": False}
 
 
 def write_export(folder: Path, record: Mapping[str, Any], frames: Mapping[str, pd.DataFrame]) -> list[Path]:
@@ -31,7 +33,7 @@ def write_export(folder: Path, record: Mapping[str, Any], frames: Mapping[str, p
             file.unlink(missing_ok=True)
         written = [files[name] for name, data in frames.items() if len(data)]
         for file in written:
-            frames[file.stem].to_parquet(file, engine="pyarrow", compression="zstd", index=False)
+            frames[file.stem].to_parquet(file, engine="pyarrow", compression="zstd", index=False, **_LEAN)
         # Last, so that half an export does not open as a run.
         text = json.dumps({"format": FORMAT, **record}, indent=1, ensure_ascii=False)
         (folder / RECORD).write_text(text + "\n", encoding="utf-8")
@@ -64,6 +66,6 @@ def read_table(folder: Path, name: str, identity: Mapping[str, Any]) -> pd.DataF
     if not file.exists():
         return frame(TABLES[name], [], identity)
     try:
-        return pd.read_parquet(file, engine="pyarrow")
+        return frame(TABLES[name], pd.read_parquet(file, engine="pyarrow"), identity)
     except (OSError, ValueError) as error:
         raise RunError(f"{file} is not a readable Parquet file; export the run again") from error

@@ -23,7 +23,7 @@ TABLE: Any = [{"selector": "th, td", "props": _CELL}, {"selector": "caption", "p
 # Backgrounds that stay apart in grey; nothing for equivalent, which is what one hopes for.
 _SHADES = {"different": "#F6CDB5", "inconclusive": "#FBE7BE", "invalid": "#DDDDDD"}
 DECIDED = ("equivalent", "different")
-# Behind the gap of a step that did not rest, see `kvlab.evidence.gap_rows`.
+# Behind the gap of a step that was timed at another pace than its mode means, see `kvlab.evidence.gap_rows`.
 HURRIED = " †"
 
 

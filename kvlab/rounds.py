@@ -9,21 +9,16 @@ from typing import Any
 from kvlab.engines.base import Step
 from kvlab.measure.sampler import PERIOD_S, RESTING_PERIOD_S, Sampler
 from kvlab.measure.schedule import round_order
+from kvlab.measure.settling import SETTLE_S, settle, visit
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import Plan
 
 # Random contents are drawn anew from this many seeds in turn, so that a verdict is not about one draw.
 RANDOM_SEEDS = 4
-# Seconds of replays before each arm of a sustained round: the power under the new contents settles first. Where a cap
-# holds the clock it takes longer: the cap averages power, and the arm before has left it room or taken it.
-SETTLE_S, SETTLE_CAPPED_S = 0.2, 1.0
 # Seconds of discarded replays, at least, before each arm of an isolated round on a GPU: the fill and the host's work
 # before it leave the card at another pace (seen: decodes 3 to 5 % slow for some tens of milliseconds).
 _PACE_S = 0.1
-# A sustained visit, which settles for longer than it times, times replays for this many seconds, but at most so many:
-# under a cap they wander by 1.4 % of each other (an H200), and more of them are cheaper than another visit.
-_VISIT_S, _VISIT_MOST = 0.6, 10
 
 
 def measure_round(
@@ -45,22 +40,21 @@ def measure_round(
     for position, name in enumerate(round_order(list(by_name), index, plan.seed)):
         seed = plan.seed + index % RANDOM_SEEDS
         step.fill(by_name[name].fill, seed)
-        discard, count = 0, plan.replays
-        if mode == "sustained":
-            timer.settle(SETTLE_S)
-            if telemetry.read().throttled:
-                timer.settle(SETTLE_CAPPED_S)
-            # The queue ran dry for the reading: in one call with those that are timed, so that it does not again.
-            discard = max(1, plan.discard)
-            if timer.paced_s:
-                count = max(count, min(_VISIT_MOST, round(_VISIT_S / timer.paced_s)))
-        else:
+        if mode != "sustained":
             _discard(timer, plan.discard)
+        since = 0.0
         with Sampler(telemetry, RESTING_PERIOD_S if timer.rest else PERIOD_S) as sampler:
-            times = timer.time(discard + count)[discard:]
-        reading = sampler.summary(timer.busy)
+            if mode == "sustained":
+                capped = settle(timer, sampler)
+                # Its pace was that of the replays that count for at least as long.
+                since = time.perf_counter() - SETTLE_S
+                # The queue ran dry in between: in one call with those that are timed, so that it does not again.
+                times = visit(timer, plan.replays, max(1, plan.discard), capped)
+            else:
+                times = timer.time(plan.replays)
+        reading = sampler.summary(timer.busy, since)
         if reading.readings:
-            readings.append({"arm": name, "t_s": sampler.readings[0].t_s, **asdict(reading)})
+            readings.append({"arm": name, "t_s": since or sampler.readings[0].t_s, **asdict(reading)})
         finite[name] &= bool(timer.output().isfinite().all())
         rows += [
             {

@@ -22,6 +22,7 @@ from kvlab.explain import explain
 from kvlab.gaps import case_axes
 from kvlab.kv.draws import draw_method
 from kvlab.kv.fills import Fill
+from kvlab.measure.settling import SETTLE_CAPPED_S
 from kvlab.measure.telemetry import make_telemetry
 from kvlab.measure.timer import MODES, Timer, make_timer
 from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds, replanned
@@ -30,6 +31,7 @@ from kvlab.provenance import identity, machine
 from kvlab.rest import rest_of
 from kvlab.rounds import measure_round
 from kvlab.run import Run
+from kvlab.stats import MIN_ROUNDS
 from kvlab.ticks import Progress, Tick, told
 from kvlab.verdict import case_verdict, failed_verdict, verdict_head
 
@@ -64,8 +66,7 @@ def check(
         rounds: randomised rounds over all arms; a verdict needs at least `kvlab.stats.MIN_ROUNDS`. By default a
             pilot of `kvlab.pilot.PILOT_ROUNDS` rounds decides, see `kvlab.pilot.plan_rounds`.
         budget: seconds of rounds a case and mode that the pilot may plan for.
-        replays, discard: timed replays per arm and round, after discarded ones; a sustained visit to an arm may time
-            up to ten.
+        replays, discard: timed replays per arm and round, after discarded ones; under a power cap, sustained, a second.
         explain: profile each arm's kernels after the rounds, and name the cause of the gap.
         out: folder of the run; `runs/MODEL-ENGINE-TIME` when absent. A folder with an unfinished run of the same
             study is gone on with.
@@ -262,6 +263,7 @@ class Study:
         timer = make_timer(step, mode)
         try:
             facts = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
+            facts |= {"settle_capped_s": SETTLE_CAPPED_S} if mode == "sustained" else {}
             self.run.case_facts(name, **found.facts, **facts, **captured(step, timer))
             rest = rest_of(self.run, step, timer, plan, self._telemetry)
             timer.settle(_WARM_UP)
@@ -272,8 +274,7 @@ class Study:
                 self.run.case_facts(name, warm_up_s=warm - begin, measure_s=time.perf_counter() - warm)
             verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
             verdict["plan"] = rounds.as_dict()
-            if rest.share:
-                verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]}
+            verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]} if rest.share else {}
             if plan.explain:
                 try:
                     verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)
@@ -292,11 +293,10 @@ class Study:
             self.run.case_facts(name, **{key: planned.as_dict()})
             self._time_rounds(step, timer, mode, finite, planned.rounds)
             return planned
-        seconds = self._time_rounds(step, timer, mode, finite, PILOT_ROUNDS)
+        seconds = self._time_rounds(step, timer, mode, finite, PILOT_ROUNDS, self.plan.budget)
         if not seconds:
             # How long the rounds of an earlier process took is not known; one more tells it.
-            known = len(self.run.finished_rounds(name, mode))
-            seconds = self._time_rounds(step, timer, mode, finite, known + 1)
+            seconds = self._time_rounds(step, timer, mode, finite, len(self.run.finished_rounds(name, mode)) + 1)
         samples = self.run.samples_of(name, mode)
         aa, *arms = (round_ratios(samples, arm) for arm in (AGAIN, *(arm.name for arm in self.plan.compared)))
         planned = plan_rounds(aa, statistics.median(seconds), self.plan.margin, self.plan.budget, arms)
@@ -305,12 +305,16 @@ class Study:
         self._time_rounds(step, timer, mode, finite, planned.rounds)
         return planned
 
-    def _time_rounds(self, step: Step, timer: Timer, mode: str, finite: dict[str, bool], rounds: int) -> list[float]:
-        """Seconds of each round that was missing."""
-        name = step.case.name
-        done, seconds = set(self.run.finished_rounds(name, mode)), []
+    def _time_rounds(
+        self, step: Step, timer: Timer, mode: str, finite: dict[str, bool], rounds: int, budget: float = float("inf")
+    ) -> list[float]:
+        """Seconds of each round that was missing; none beyond the least of a verdict is begun that the budget lacks."""
+        name, seconds = step.case.name, list[float]()
+        done = set(self.run.finished_rounds(name, mode))
         for index in range(rounds):
             if index not in done:
+                if index >= MIN_ROUNDS and seconds and sum(seconds) + statistics.median(seconds) > budget:
+                    break
                 begin = time.perf_counter()
                 rows, readings = measure_round(step, timer, self.plan, mode, index, self._telemetry, finite)
                 if bad := sorted(arm for arm, fine in finite.items() if not fine):

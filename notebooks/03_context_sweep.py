@@ -51,7 +51,7 @@ lab.watermark(*runs)
 # a hit computes 2,048 tokens, at most half of its context.
 
 # %%
-plots.plot_context_panels(shown)[0]
+plots.plot_context_panels(evidence.drawn(shown))[0]
 
 # %% [markdown]
 # ## In numbers

@@ -60,8 +60,9 @@ lab.watermark(*{run.path: run for run in (*by_topk, *by_zeros)}.values())
 # The whole step, and, where its kernels were profiled, what each kind of kernel adds: parts of the step's time.
 
 # %%
+# A model's own top-k is in its other runs, too.
 display(Markdown(lab.origin(*by_topk)))
-plots.plot_topk_panels(evidence.sparsity_gaps(by_topk, "topk"))[0]
+plots.plot_topk_panels(evidence.sparsity_gaps([*by_topk, *by_zeros], "topk"))[0]
 
 # %% [markdown]
 # ## By the share of zero tokens

@@ -101,7 +101,7 @@ class SimulatedClock(Timer):
     def output(self):
         return torch.zeros(1, 1)
 
-    def settle(self, seconds):
+    def settle(self, seconds, until=lambda: False):
         self.time(1)
 
 

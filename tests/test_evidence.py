@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvlab import evidence
 from kvlab.kernel_gaps import kernel_gap_table
 from kvlab.lab import COMMITTED
-from kvlab.plots.style import MINUS
+from kvlab.plots.style import MINUS, VERDICT_STYLE
 from kvlab.run import Run, open_run
 
 
@@ -84,6 +84,40 @@ def test_a_run_that_rested_goes_before_one_that_did_not_whatever_else():
     slowed, rested = both(run="old", rounds=99, hurried=True), [row(run="new", rounds=6, arms=9)]
     for pick in (evidence.claim_gaps, evidence.context_gaps):
         assert chosen([*slowed, *rested], pick)[("hit", 8192.0, "isolated")] == "new"
+
+
+def test_a_capped_step_of_before_the_rests_or_the_settling_is_hurried_and_no_other():
+    """Of the committed runs: isolated without `rest_isolated_share`, sustained without `settle_capped_s`, both where
+    the cap bound."""
+    for run in evidence.open_runs(COMMITTED, lambda run: run.study["engine"] == "vllm"):
+        rows = evidence.gap_rows([run]).merge(run.cases, on="case", suffixes=("", "_of"))
+        rows = rows.merge(run.verdicts[["case", "mode", "flagged"]], on=["case", "mode"])
+        for row in rows.to_dict("records"):
+            fact = {"isolated": "rest_isolated_share", "sustained": "settle_capped_s"}[row["mode"]]
+            unknown = pd.isna(row.get(fact, math.nan))
+            assert row["hurried"] == (unknown and row["flagged"] > 0.1), (run.path, row["case"], row["mode"])
+
+
+def test_a_figure_sets_hurried_gaps_apart_from_every_verdict():
+    rows = pd.DataFrame([row(), row(hurried=True, verdict="different"), row(verdict="invalid")])
+    assert evidence.drawn(rows)["verdict"].tolist() == ["equivalent", evidence.OTHER_PACE, "invalid"]
+    assert evidence.OTHER_PACE in VERDICT_STYLE
+
+
+def test_top_k_is_a_line_where_a_step_was_measured_at_several():
+    """Whatever runs they are in: of the committed ones 512 and 1024 are in a sweep, the model's own 2048 in others."""
+    shown = evidence.sparsity_gaps(evidence.open_runs(COMMITTED), "topk")
+    whole = shown[shown["part"] == evidence.WHOLE]
+    assert sorted(whole["topk"]) == [512, 1024, 2048]
+    assert set(whole["model"]) == {"deepseek-v3.2-6l"}
+    assert "top-k" in set(shown.loc[shown["topk"] == 2048, "part"])
+
+
+def test_zero_fractions_of_a_model_without_top_k_are_a_line_too():
+    shown = evidence.sparsity_gaps(evidence.open_runs(COMMITTED), "zero_fraction")
+    lines = shown[shown["part"] == evidence.WHOLE].groupby("model")["zero_fraction"].agg(set)
+    assert {*lines.index} == {"deepseek-v3.2-6l", "deepseek-v4.1-flash", "llama-3.1-8b"}
+    assert all(shares == {0.0, 0.25, 0.5, 0.75} for shares in lines)
 
 
 def test_a_step_that_could_not_be_timed_is_part_of_the_claim():
@@ -183,7 +217,7 @@ def test_a_stored_cause_speaks_for_the_step_in_other_runs_too(profiled: Run):
     llama = evidence.open_runs(COMMITTED, lambda run: run.study["model"] == "llama-3.1-8b")
     found = evidence.find_causes(llama, claims := evidence.claim_gaps(evidence.gap_rows(llama)))
     hit = claims[(claims["phase"] == "hit") & (claims["context"] == 100000) & (claims["mode"] == "isolated")]
-    assert evidence.cause_clause(found[evidence.step_key(hit.iloc[0].to_dict())]).startswith("clock 1,8")
+    assert evidence.cause_clause(found[evidence.step_key(hit.iloc[0].to_dict())]).startswith("clock 1,")
 
 
 @pytest.mark.parametrize(

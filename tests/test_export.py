@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -93,3 +95,23 @@ def test_damaged_and_newer_exports_are_refused(run, tmp_path):
     record.write_text(json.dumps({**json.loads(record.read_text()), "format": 99}))
     with pytest.raises(RunError, match="table format 99, this kvlab knows 1; upgrade kvlab"):
         open_run(tmp_path / "out")
+
+
+def test_a_table_of_one_row_and_many_columns_is_small(tmp_path):
+    """What Parquet can say of a column is a multiple of what one row holds there."""
+    with Run.create(tmp_path / "run", STUDY, PROVENANCE) as run:
+        add_case(run)
+        run.add_verdict("decode", "isolated", verdict(**{f"fact{number}": number / 7 for number in range(300)}))
+    (file,) = [file for file in run.export(tmp_path / "out") if file.stem == "verdicts"]
+    assert file.stat().st_size < 250 * run.verdicts.shape[1]
+    pd.testing.assert_frame_equal(open_run(tmp_path / "out").verdicts, run.verdicts)
+
+
+def test_the_committed_runs_of_a_model_stay_under_a_megabyte():
+    folder = Path(__file__).parents[1] / "data" / "h200"
+    sizes = Counter()
+    for record in folder.glob("*/provenance.json"):
+        size = sum(file.stat().st_size for file in record.parent.iterdir())
+        sizes[json.loads(record.read_text())["study"]["model"]] += size
+    assert len(sizes) >= 5
+    assert max(sizes.values()) < 1e6, sizes

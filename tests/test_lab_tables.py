@@ -29,7 +29,7 @@ def test_the_claim_has_a_row_a_step_with_both_modes(claims):
     assert len(table) == len(claims.drop_duplicates(["model", "routing", "phase", "context"]))
     assert list(table) == ["model", "step", "isolated, %", "sustained, %", "verdict"]
     (hit,) = table[(table["model"] == "llama-3.1-8b") & (table["step"] == "hit of 2,048 at 100k")].index
-    assert table.loc[hit, "isolated, %"].startswith("+13.")
+    assert table.loc[hit, "isolated, %"].startswith("+10.36 (")
     assert "different" in table.loc[hit, "verdict"]
     assert "gpt-oss-20b (real routing)" in set(table["model"])
     causes = lab_tables.claim_table(claims, {})

@@ -49,7 +49,7 @@ def test_new_runs_make_it_stale_and_one_command_mends_it(tmp_path, capsys):
     assert "qwen3" not in text.split("## Two commands")[0]
     assert "**Prefill after a prefix-cache hit: not in general.**" in text
     assert "The largest that differ: deepseek-v3.2-6l \N{MINUS SIGN}7.5 % at 100k, isolated, top-k" in text
-    assert "Not counted: 2 of steps that did not rest (\N{DAGGER})." in text
+    assert "Not counted: 2 timed at another pace (\N{DAGGER})." in text
     assert "gpt-oss-20b with real routing" in text
 
     def to_sweep(verdicts):

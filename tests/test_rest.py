@@ -53,7 +53,7 @@ class Clock(Timer):
     def time(self, count):
         return [20_000.0 * max(1.0, self.card.over)] * count
 
-    def settle(self, seconds):
+    def settle(self, seconds, until=lambda: False):
         time.sleep(0.05)
 
     def output(self):

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from kvlab import evidence, lab_tables, plots
+from kvlab.measure.settling import SETTLE_CAPPED_S
 from kvlab.plots.style import percent, tokens
 from kvlab.report.content import estimate_text
 from kvlab.run import Run, open_run
@@ -37,8 +38,8 @@ PHASES = {"decode": "Decode", "hit": "Prefill after a prefix-cache hit"}
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NOT_YET = "Not measured on this card yet."
 _HURRIED = (
-    "from before isolated replays rested in between: the power cap slowed the step as on a busy card, so this is not"
-    " what a lone step takes."
+    "timed at another pace than the mode means, where the power cap held the clock, by an earlier kvlab: isolated"
+    " replays did not rest in between, or sustained ones were timed while the cap's controller still swung (below)."
 )
 
 
@@ -54,6 +55,7 @@ class Picture:
     @property
     def digest(self) -> str:
         columns = ["model", "phase", "context", "topk", "mode", "arm", "part", "gap", "ci90_lo", "ci90_hi", "verdict"]
+        columns += ["visit", "fill", "t_s", "us"]
         rows = self.rows[[column for column in columns if column in self.rows]].reset_index(drop=True)
         return hashlib.sha256(rows.to_csv(float_format="%.7g").encode()).hexdigest()
 
@@ -85,31 +87,29 @@ class Page:
         """Those that the runs have numbers for."""
         fixed = self.claim[self.claim["routing"] != "real"]
         gaps = evidence.gap_rows(self.runs)
-        of_topk = [run for run in self.runs if run.gaps["topk"].nunique() > 1]
-        of_zeros = [run for run in self.runs if run.gaps["arm"].str.contains("zero_fraction").any()]
         found = [
             Picture(
                 "claim",
                 "Gap by model and step with the 90 % interval, in both modes, against the margin",
-                lab_tables.with_places(fixed[fixed["gap"].notna()]),
+                lab_tables.with_places(evidence.drawn(fixed[fixed["gap"].notna()])),
                 lambda rows: plots.plot_claim(rows, title=f"Random against zero KV, {self.card}")[0],
             ),
             Picture(
                 "contexts",
                 "Gap against context length, by model and phase",
-                evidence.context_gaps(gaps[gaps["routing"] != "real"]),
+                evidence.drawn(evidence.context_gaps(gaps[gaps["routing"] != "real"])),
                 lambda rows: plots.plot_context_panels(rows)[0],
             ),
             Picture(
                 "topk",
                 "Gap against top-k: the whole step, and what its kernels add",
-                evidence.sparsity_gaps(of_topk, "topk"),
+                evidence.sparsity_gaps(self.runs, "topk"),
                 lambda rows: plots.plot_topk_panels(rows)[0],
             ),
             Picture(
                 "zeros",
                 "Gap against the share of zero tokens",
-                evidence.sparsity_gaps(of_zeros, "zero_fraction"),
+                evidence.sparsity_gaps(self.runs, "zero_fraction"),
                 lambda rows: plots.plot_zero_panels(rows)[0],
             ),
             Picture(
@@ -119,7 +119,54 @@ class Page:
                 lambda rows: plots.plot_claim(rows, group="place", label="arm", title="Other contents")[0],
             ),
         ]
+        settling = self.recorded("replays")
+        found.append(
+            Picture(
+                "settling",
+                "Step time, clock and power of a busy card by seconds since the contents changed",
+                settling,
+                lambda rows: plots.plot_settling(
+                    rows,
+                    self.recorded("readings"),
+                    timed=(SETTLE_CAPPED_S, SETTLE_CAPPED_S + 1),
+                    power_limit_watts=evidence.power_limit(self.runs),
+                    title=f"{self.settled_step}, replays back to back, after the contents of its KV cache change",
+                )[0],
+            )
+        )
         return {picture.name: picture for picture in found if len(picture.rows)}
+
+    def recorded(self, table: str) -> pd.DataFrame:
+        """What `benchmarks/cap_settling.py` wrote on the card; without rows where it did not."""
+        path = self.recording / f"{table}.parquet"
+        return pd.read_parquet(path) if path.exists() else pd.DataFrame()
+
+    @property
+    def recording(self) -> Path:
+        return self.data.parent / "benchmarks" / "cap_settling"
+
+    @cached_property
+    def settled_step(self) -> str:
+        record = json.loads((self.recording / "provenance.json").read_text())
+        return f"{record['model']}, {record['case']}"
+
+    def settling(self) -> str:
+        """The picture, and the step under random contents: alone, and on a busy card early and late."""
+        replays = self.recorded("replays")
+        if replays.empty:
+            return NOT_YET
+        ms = replays.assign(ms=replays["us"] / 1e3)
+        random, zeros = (ms[ms["fill"] == fill].groupby("visit") for fill in ("random", "zeros"))
+        late = {name: table["ms"].apply(lambda of: of[5:].mean()).mean() for name, table in (("zeros", zeros),)}
+        swung = ms[(ms["fill"] == "random") & ms["t_s"].between(0.2, 3)]["ms"]
+        steady = ms[(ms["fill"] == "random") & (ms["t_s"] > SETTLE_CAPPED_S)]["ms"]
+        gap = percent(steady.mean() / late["zeros"] - 1, 1)
+        return (
+            f"{self.image('settling')}\n\n{self.settled_step}: the first step under random contents takes"
+            f" {random['ms'].first().mean():.1f} ms, before the cap has noticed; those of the next seconds"
+            f" {swung.min():.1f} to {swung.max():.1f} ms, and from {SETTLE_CAPPED_S:g} s on {steady.mean():.2f} ms,"
+            f" {gap} off zeros, which the cap leaves alone."
+        )
 
     @property
     def card(self) -> str:
@@ -156,7 +203,7 @@ class Page:
         slowed = int(rows["hurried"].sum())
         rows = rows[~rows["hurried"].astype(bool)]
         if rows.empty:
-            return f"**{PHASES.get(phase, phase)}: not decided.** All {slowed} gaps are of steps that did not rest."
+            return f"**{PHASES.get(phase, phase)}: not decided.** All {slowed} gaps were timed at another pace."
         counts = rows["verdict"].value_counts()
         if counts.get("different"):
             what = "not in general"
@@ -174,9 +221,7 @@ class Page:
         ]
         said = f"**{PHASES.get(phase, phase)}: {what}.** Of {len(rows)} gaps {told} ({span})."
         said += f" The largest that differ: {'; '.join(largest)}." if largest else ""
-        return said + (
-            f" Not counted: {slowed} of steps that did not rest ({lab_tables.HURRIED.strip()})." * (slowed > 0)
-        )
+        return said + (f" Not counted: {slowed} timed at another pace ({lab_tables.HURRIED.strip()})." * (slowed > 0))
 
     def table(self) -> pd.DataFrame:
         """Cells that do not break, but for the cause: a gap and its interval are read as one."""
@@ -188,8 +233,41 @@ class Page:
         return self.image("contexts")
 
     def sparsity(self) -> str:
-        found = [self.image(name) for name in ("topk", "zeros", "contents") if name in self.pictures]
+        said = {"zeros": self.zeros_sentence, "contents": self.prefill_sentence}
+        found = [
+            "\n\n".join(filter(None, [self.image(name), said.get(name, str)()]))
+            for name in ("topk", "zeros", "contents")
+            if name in self.pictures
+        ]
         return "\n\n".join(found) or NOT_YET
+
+    def zeros_sentence(self) -> str:
+        """Each model's gap with no zero token and with the most of them that is not all."""
+        rows = self.pictures["zeros"].rows
+        told = []
+        for _, of in rows[rows["part"] == evidence.WHOLE].groupby(["model", "phase", "context", "mode"], sort=False):
+            of = of.sort_values("zero_fraction")
+            few, most = of.iloc[0], of.iloc[-1]
+            told.append(
+                f"{few['model']} at {tokens(few['context'])} {percent(few['gap'], 1)} and"
+                f" {percent(most['gap'], 1)}{' (invalid: noise)' * (most['verdict'] == 'invalid')}"
+            )
+        ends = " and with ".join(f"{100 * each['zero_fraction']:.0f} %" for each in (few, most)) if told else ""
+        return f"Hits, isolated, with {ends} of the tokens zero: {'; '.join(told)}."
+
+    def prefill_sentence(self) -> str:
+        """What the KV that the model itself wrote makes of a gap, beside random KV of the same run."""
+        gaps = evidence.gap_rows([run for run in self.runs if (run.gaps["arm"] == "prefill").any()])
+        if gaps.empty:
+            return ""
+        place = ["model", "phase", "context", "mode"]
+        pairs = gaps.pivot_table(index=place, columns="arm", values="gap", sort=False).dropna(subset=["prefill"])
+        told = [
+            f"{model}, {phase} of one request at {tokens(context)}: {percent(row['prefill'], 1)}, beside"
+            f" {percent(row['random'], 1)} with random KV"
+            for (model, phase, context, _), row in pairs.iterrows()
+        ]
+        return f"`prefill` is the KV that the model itself wrote for random tokens. {'; '.join(told)}."
 
     def verify_sentence(self, pattern: str) -> str:
         """What `kvlab verify` found in the files that match."""
@@ -246,6 +324,7 @@ class Page:
             "reference-table": self.reference_table(),
             "reference-verify": self.verify_sentence("reference-verify.jsonl"),
             "aa-table": benchmark_output("aa_simulation"),
+            "settling": self.settling(),
         }
 
 

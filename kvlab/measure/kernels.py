@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, record_function
 from kvlab.engines.base import Step
 from kvlab.errors import EngineError
 from kvlab.kernel_names import REST, role_of, short_name
+from kvlab.measure.settling import SETTLE_S
 from kvlab.measure.timer import CpuTimer, GraphTimer, Timer
 from kvlab.measure.trace import busy_us, device_trace, record, split_replays, timed_region_is_clean, without_restore
 
@@ -29,8 +30,6 @@ from kvlab.measure.trace import busy_us, device_trace, record, split_replays, ti
 BETWEEN = "(rest: gaps between kernels)"
 # The sum of the kernels closes on the timed total when it is this close to it.
 CLOSE = 0.03
-# Seconds of replays before a profile in sustained mode, as before the timed replays of a round.
-SETTLE_S = 0.2
 # Replays whose median is the total to close on.
 _TIMED = 5
 _FORWARD, _RESTORE = "kvlab forward", "kvlab restore"

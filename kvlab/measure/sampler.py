@@ -108,9 +108,10 @@ class Sampler:
             return self.readings
         return [r for r in self.readings if any(begin + READING_S <= r.t_s <= end for begin, end in busy)]
 
-    def summary(self, busy: Sequence[tuple[float, float]] = ()) -> Summary:
-        """The readings in one line; with `busy` those of `during`, whose watts are the sensor's."""
-        readings = self.during(busy)
+    def summary(self, busy: Sequence[tuple[float, float]] = (), since: float = 0.0) -> Summary:
+        """The readings in one line, those since a `time.perf_counter`; with `busy` those of `during`, whose watts are
+        the sensor's."""
+        readings = [reading for reading in self.during(busy) if reading.t_s >= since]
         if busy:
             # The energy between two of them is the rests' too.
             readings = [replace(reading, joules=None) for reading in readings]

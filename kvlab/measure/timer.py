@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class Timer(ABC):
         kind: `cuda_graph_events` or `cpu_clock`, stored with the run.
         mode: `isolated` or `sustained`; a clock that knows no difference is `isolated`.
         rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
-        paced_s: seconds that a replay took when the timer settled first, its restore and launch included; 0 before.
+        paced_s: seconds that a replay took when the timer settled, its restore and launch included; 0 before.
         busy: where there were rests, the spans of `time.perf_counter` in which the last `time` had the card work.
     """
 
@@ -46,10 +46,11 @@ class Timer(ABC):
     def output(self) -> torch.Tensor:
         """Hidden states of the last replay: [num_tokens, hidden]."""
 
-    def settle(self, seconds: float) -> None:
-        """Replay for a while without keeping times: caches, clocks and power reach their steady state."""
+    def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Replay for a while, or `until` it is enough, without keeping times: caches, clocks and power reach their
+        steady state."""
         deadline = time.perf_counter() + seconds
-        while time.perf_counter() < deadline:
+        while time.perf_counter() < deadline and not until():
             self.time(1)
 
     def close(self) -> None:  # noqa: B027
@@ -131,10 +132,23 @@ class GraphTimer(Timer):
         self.graph_vs_eager = relative_rms(self.output(), eager)
 
     def time(self, count: int) -> list[float]:
+        return self._time(count)
+
+    def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        if not self.paced_s or len(self._lanes) == 1:  # alone, replays may rest for longer than last time
+            # The whole replay counts, restore and launch included: a step may be shorter than its own restore.
+            begin = time.perf_counter()
+            self._time(_PROBE)
+            self.paced_s = (time.perf_counter() - begin) / _PROBE
+        # In one call, so that the GPU never idles in sustained mode.
+        self._time(max(1, int(seconds / max(self.paced_s, 1e-6))), until)
+
+    def _time(self, count: int, until: Callable[[], bool] = lambda: False) -> list[float]:
+        """Microseconds of so many replays, or of fewer: `until` is asked after each."""
+        times: list[float] = []
         if len(self._lanes) == 1:
-            (lane,) = self._lanes
-            times, busy = [], []
-            for _ in range(count):
+            (lane,), busy = self._lanes, []
+            while len(times) < count and not (times and until()):
                 begin = time.perf_counter()
                 lane.graph.replay()
                 times.append(lane.elapsed_us())
@@ -143,23 +157,17 @@ class GraphTimer(Timer):
                     time.sleep(self.rest * times[-1] / 1e6)
             self.busy = busy
             return times
-        times = []
         self._lanes[0].graph.replay()
-        for i in range(count):
-            if i + 1 < count:
-                self._lanes[(i + 1) % 2].graph.replay()
-            times.append(self._lanes[i % 2].elapsed_us())
-        self._last = self._lanes[(count - 1) % 2]
+        queued, enough = 1, False
+        while len(times) < queued:
+            # The next one is queued behind the one that runs, until it is known that no more are needed.
+            if queued < count and not enough:
+                self._lanes[queued % 2].graph.replay()
+                queued += 1
+            times.append(self._lanes[len(times) % 2].elapsed_us())
+            enough = enough or until()
+        self._last = self._lanes[(queued - 1) % 2]
         return times
-
-    def settle(self, seconds: float) -> None:
-        # The whole replay counts, restore and launch included: a step may be shorter than its own restore.
-        begin = time.perf_counter()
-        self.time(_PROBE)
-        each = (time.perf_counter() - begin) / _PROBE
-        self.paced_s = self.paced_s or each
-        # In one call, so that the GPU never idles in sustained mode.
-        self.time(max(1, int(seconds / max(each, 1e-6))))
 
     def output(self) -> torch.Tensor:
         return (self._lanes[0] if len(self._lanes) == 1 else self._last).output

@@ -6,6 +6,7 @@ from kvlab.plots.kernels import plot_kernels, plot_parts
 from kvlab.plots.panels import plot_context_panels, plot_topk_panels, plot_zero_panels
 from kvlab.plots.samples import plot_clocks, plot_samples
 from kvlab.plots.selection import plot_selection
+from kvlab.plots.settling import plot_settling
 from kvlab.plots.style import SERIES_COLOURS, VERDICT_STYLE
 from kvlab.plots.sweeps import plot_context_sweep, plot_topk_sweep, plot_zero_fraction
 from kvlab.plots.views import plot_views
@@ -23,6 +24,7 @@ __all__ = [
     "plot_parts",
     "plot_samples",
     "plot_selection",
+    "plot_settling",
     "plot_topk_panels",
     "plot_topk_sweep",
     "plot_views",

@@ -149,7 +149,7 @@ class FakeGraphTimer(GraphTimer):
             self.card.replay()
         return [self.card.timed_us] * count
 
-    def settle(self, seconds):
+    def settle(self, seconds, until=lambda: False):
         self.card.settled.append(seconds)
         self.time(1)
 

@@ -66,23 +66,56 @@ def test_relative_rms_is_zero_for_equals_and_scales():
     assert relative_rms(torch.zeros(3), torch.zeros(3)) == 0
 
 
-def test_a_graph_settles_for_the_time_that_replays_take_with_their_restores(monkeypatch):
+class Lanes:
+    """Graphs of 4 ms, of which each may run once at a time; counts what was launched and what was waited for."""
+
+    def __init__(self, number, now):
+        self.now, self.running, self.launched, self.most = now, [], 0, 0
+        self.lanes = [type("Lane", (), {"graph": self, "elapsed_us": self.wait})() for _ in range(number)]
+
+    def replay(self):
+        self.launched += 1
+        self.running.append(self.launched)
+        self.most = max(self.most, len(self.running))
+
+    def wait(self):
+        self.now[0] += 0.004
+        return 1000.0 * self.running.pop(0)
+
+
+@pytest.fixture
+def graph_timer(monkeypatch):
+    def make(lanes):
+        now = [0.0]
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        timer = GraphTimer.__new__(GraphTimer)
+        card = Lanes(lanes, now)
+        timer._lanes = card.lanes
+        return timer, card
+
+    return make
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_graph_settles_for_the_time_that_replays_take_with_their_restores(graph_timer, lanes):
     """A step far shorter than its own restore must not settle for minutes."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    class Graph(GraphTimer):
-        def __init__(self):
-            self.counts = []
-
-        def time(self, count):
-            self.counts.append(count)
-            now[0] += 0.004 * count
-            return [10.0] * count
-
-    timer = Graph()
+    timer, card = graph_timer(lanes)
     timer.settle(0.2)
     assert timer.paced_s == pytest.approx(0.004)
-    assert now[0] == pytest.approx(0.2, abs=0.02)
-    # One call for all, so that a sustained load has no pause.
-    assert len(timer.counts) == 2
+    assert card.now[0] == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("stop", [None, 1, 2, 4])
+def test_every_replay_that_is_launched_is_waited_for_in_order(graph_timer, lanes, count, stop):
+    timer, card = graph_timer(lanes)
+    asked = []
+    times = timer._time(count, lambda: asked.append(1) or (stop is not None and len(asked) >= stop))
+    assert times == [1000.0 * n for n in range(1, card.launched + 1)]
+    assert not card.running
+    # Two graphs: one is queued while the other runs; so one more is through before a stop takes hold.
+    assert card.most == min(lanes, count)
+    assert len(times) == (count if stop is None else min(count, stop + lanes - 1))
+    if lanes == 2:
+        assert timer._last is timer._lanes[(len(times) - 1) % 2]

@@ -6,17 +6,17 @@ Relies on `vllm/entrypoints/llm.py` (LLM.from_engine_args) and, for MoE models, 
 
 from __future__ import annotations
 
-import gc
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from kvlab.cases import Case
 from kvlab.engines.base import Engine, Step
+from kvlab.engines.prefill import Prefilled
 from kvlab.engines.vllm.arguments import engine_arguments, forget_launch, set_environment
 from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats
 from kvlab.engines.vllm.experts import counted_experts
@@ -24,12 +24,14 @@ from kvlab.engines.vllm.failures import forward_failure, load_failure
 from kvlab.engines.vllm.finite import first_nonfinite_module
 from kvlab.engines.vllm.flavour import Flavour, installed_flavour
 from kvlab.engines.vllm.forward import CaughtForward
+from kvlab.engines.vllm.leftovers import drop_leftovers, release_frames, released_frames
 from kvlab.engines.vllm.pool import sized_by
 from kvlab.engines.vllm.routing import Routing, install_routing, routing_note
 from kvlab.engines.vllm.selection import watched_selection
 from kvlab.errors import CaseError, EngineError, KvlabError
 from kvlab.kv.batch import Batch
-from kvlab.kv.fills import zero_kv_blocks
+from kvlab.kv.fills import Fill, FillPlans, zero_kv_blocks
+from kvlab.kv.snapshot import Snapshot
 
 # A longer chunk of a prefill fills a GPU no better and needs more memory for activations.
 _PREFILL_TOKENS = 8192
@@ -42,7 +44,8 @@ class VllmEngine(Engine):
 
     def __init__(self, llm: Any, model: str, flavour: Flavour, arguments: dict[str, Any], routing: str) -> None:
         self._llm = llm  # the runner is torn down with it
-        self.runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._prefills: WeakSet[Prefilled] = WeakSet()
         self.model = model
         self.flavour = flavour
         self.arguments = arguments
@@ -64,6 +67,21 @@ class VllmEngine(Engine):
         self.routing_note = routing_note(self.routing, self.runner.model)
         self.prefill_tokens = min(self.runner.max_num_tokens, _PREFILL_TOKENS)
 
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner.
+
+        Raises:
+            EngineError: after `close`.
+        """
+        if self._runner is None:
+            raise EngineError(f"model {self.model!r} was closed; load it again (load_engine)")
+        return self._runner
+
+    def refuse_second_step(self, case: Case) -> None:
+        super().refuse_second_step(case)
+        _ = self.runner
+
     def prepare(self, case: Case, seed: int = 0) -> VllmStep:
         self.refuse_second_step(case)
         drafts = max(request.num_draft_tokens for request in case.requests)
@@ -77,6 +95,12 @@ class VllmEngine(Engine):
         # Kept alive until it is closed: its requests stay in the runner, and its routing in the model.
         self._open_step = lambda: step
         return step
+
+    def prefill(self, case: Case, seed: int = 0) -> Prefilled:
+        with released_frames():
+            prefilled = super().prefill(case, seed)
+        self._prefills.add(prefilled)
+        return prefilled
 
     def compute(self, batches: Iterable[Batch], seed: int = 0) -> None:
         routing = install_routing(self.runner, self.routing, self.prefill_tokens, seed)
@@ -116,17 +140,22 @@ class VllmEngine(Engine):
         }
 
     def close(self) -> None:
-        """Give back memory, the distributed groups and their port; harmless when called twice."""
-        if not hasattr(self, "_llm"):
+        """Give back memory, the distributed groups and their port; harmless when called twice.
+
+        The engine, its steps and its prefills may be kept: they hold nothing of the model any more.
+        """
+        if self._llm is None:
             return
         step = self._open_step() if self._open_step else None
         if step is not None:
             with suppress(Exception):  # after a failed kernel no call succeeds, but the memory must go
                 step.close()
         self._open_step = None
+        for prefilled in self._prefills:
+            prefilled._copies = []  # whoever keeps it would keep the caches
         self.kv_caches, self.attn_groups, self.kv_cache_groups = {}, [], []
         core = self._llm.llm_engine.engine_core
-        del self.runner, self._llm
+        self._llm = self._runner = None
         try:
             core.shutdown()
         finally:
@@ -141,22 +170,29 @@ class VllmStep(Step):
 
     def __init__(self, engine: VllmEngine, case: Case, batch: Batch, seed: int) -> None:
         super().__init__(engine, case, batch)
-        zero_kv_blocks(engine.kv_caches, engine.attn_groups, batch, engine.num_blocks, block_dims=engine.block_dims)
-        self._routing = install_routing(engine.runner, engine.routing, batch.num_tokens, seed)
-        try:
-            self._forward = CaughtForward(engine.runner, batch, engine.flavour)
-        except Exception as error:  # whatever the model or a kernel raises
-            self._routing.remove()
-            raise forward_failure(f"case {case.name!r}", error) from error
-        try:
-            self._routing.check_applied()
-        except EngineError:
-            self.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            zero_kv_blocks(engine.kv_caches, engine.attn_groups, batch, engine.num_blocks, block_dims=engine.block_dims)
+            routing = install_routing(engine.runner, engine.routing, batch.num_tokens, seed)
+            undo.callback(routing.remove)
+            try:
+                self._forward = CaughtForward(engine.runner, batch, engine.flavour)
+            except Exception as error:  # whatever the model or a kernel raises
+                raise forward_failure(f"case {case.name!r}", error) from error
+            undo.callback(self._forward.finish)
+            routing.check_applied()
+            self._undo = undo.pop_all()
+
+    def fill(self, fill: Fill | str, seed: int = 0) -> None:
+        self._refuse_closed()
+        super().fill(fill, seed)
+
+    def restore(self) -> None:
+        self._refuse_closed()
+        super().restore()
 
     def forward(self) -> torch.Tensor:
-        if self.closed:
-            raise EngineError(f"case {self.case.name!r}: the step is closed; prepare it again")
+        self._refuse_closed()
         try:
             return self._forward()
         except Exception as error:  # whatever the model or a kernel raises
@@ -164,18 +200,19 @@ class VllmStep(Step):
 
     def first_nonfinite(self) -> str | None:
         self.restore()
-        return first_nonfinite_module(self.engine.runner.model, self.forward)
+        with released_frames():
+            return first_nonfinite_module(self.engine.runner.model, self.forward)
 
     def selection(self) -> dict[str, torch.Tensor]:
         self.restore()
-        with watched_selection(self.engine.runner.model, self.batch.num_tokens) as chosen:
+        with released_frames(), watched_selection(self.engine.runner.model, self.batch.num_tokens) as chosen:
             self.forward()
         order = self._forward.order().to(self.engine.device)
         return {name: positions.index_select(0, order) for name, positions in chosen.items()}
 
     def expert_loads(self) -> dict[str, torch.Tensor]:
         self.restore()
-        with counted_experts(self.engine.runner.model) as loads:
+        with released_frames(), counted_experts(self.engine.runner.model) as loads:
             self.forward()
         return loads
 
@@ -190,8 +227,15 @@ class VllmStep(Step):
         if self.closed:
             return
         super().close()
-        self._routing.remove()
-        self._forward.finish()
+        self._undo.close()
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise EngineError(f"case {self.case.name!r}: the step is closed; prepare it again")
+
+    def _let_go(self) -> None:
+        """Drop every view of the caches: one of them keeps them all."""
+        self.touched, self._snapshot, self._plans, self._prefilled = [], Snapshot([]), FillPlans(), None
 
 
 def load_vllm(
@@ -250,16 +294,13 @@ def load_vllm(
             llm = LLM.from_engine_args(args) if hasattr(LLM, "from_engine_args") else LLM(**wanted)
     except Exception as error:  # vLLM raises whatever its parts raise
         failure = load_failure(name, error, wanted)
-        # The frames that raised hold what was loaded so far.
-        cause: BaseException | None = error
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
+        release_frames(error)
         _clean_up()
         raise failure from error
     try:
         return VllmEngine(llm, name, flavour, wanted, routing)
-    except KvlabError:
+    except KvlabError as error:
+        release_frames(error)
         llm.llm_engine.engine_core.shutdown()
         del llm
         _clean_up()
@@ -270,6 +311,6 @@ def _clean_up() -> None:
     """Free what no longer has an owner, and the distributed groups with their port."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.collect()
+    drop_leftovers()
     cleanup_dist_env_and_memory()
     forget_launch()

@@ -29,7 +29,7 @@ class CaughtForward:
     """
 
     def __init__(self, runner: Any, batch: Batch, flavour: Flavour) -> None:
-        self.runner = runner
+        self.runner: Any = runner
         self.batch = batch
         self._call: Callable[[], Any] | None = None
         self._req_ids: list[str] = []
@@ -61,12 +61,13 @@ class CaughtForward:
             return _hidden_states(self._call())
 
     def finish(self) -> None:
-        """Remove the batch's requests from the runner."""
-        self.runner.execute_model_state = None
-        with torch.inference_mode(), _current_config(self.runner):
-            self.runner.execute_model(finishing_output(self.batch))
-        self.runner.execute_model_state = None
-        self._call = None
+        """Remove the batch's requests from the runner, and let go of it; the last call."""
+        # The call holds the model, and is to go even where the runner fails.
+        runner, self.runner, self._call = self.runner, None, None
+        runner.execute_model_state = None
+        with torch.inference_mode(), _current_config(runner):
+            runner.execute_model(finishing_output(self.batch))
+        runner.execute_model_state = None
 
     def _catch_v2(self, output: Any) -> None:
         runner, model = self.runner, self.runner.model

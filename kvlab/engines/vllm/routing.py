@@ -34,9 +34,9 @@ class Routing:
 
     def remove(self) -> None:
         """Take it out again; harmless when called twice."""
-        if self._fixture is not None:
-            self._fixture.remove()
-            self._fixture = None
+        fixture, self._fixture = self._fixture, None
+        if fixture is not None:
+            fixture.remove()
 
     @staticmethod
     def resolve(wanted: str, model: torch.nn.Module, flavour: Flavour, dummy_weights: bool) -> str:

@@ -1,0 +1,104 @@
+"""Settling under a power cap, against an H200's own replays played back: data/benchmarks/cap_settling."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.measure import settling
+from kvlab.measure.settling import KEPT, SETTLE_CAPPED_S, SETTLE_S, settle, spread, visit
+from kvlab.measure.timer import Timer
+
+RECORDED = Path(__file__).parents[2] / "data" / "benchmarks" / "cap_settling"
+LATE_S = 5.0
+
+
+class Playback(Timer):
+    """The replays of one recorded visit, in simulated time; its `readings` are those that were taken so far."""
+
+    kind, mode = "playback", "sustained"
+
+    def __init__(self, number):
+        of = {name: pd.read_parquet(RECORDED / f"{name}.parquet") for name in ("replays", "readings")}
+        replays, readings = (table[table["visit"] == number] for table in of.values())
+        self.fill = replays["fill"].iloc[0]
+        self.us = replays["us"].tolist()
+        self.recorded = [SimpleNamespace(t_s=row.t_s, throttled=row.throttled) for row in readings.itertuples()]
+        self.late = replays.loc[replays["t_s"] > LATE_S, "us"] if self.fill == "random" else replays["us"][5:]
+        self.now, self.next, self.paced_s = 0.0, 0, self.us[0] / 1e6
+
+    @property
+    def readings(self):
+        return [reading for reading in self.recorded if reading.t_s <= self.now]
+
+    def time(self, count):
+        times = self.us[self.next : self.next + count]
+        assert len(times) == count, "the recorded visit is over"
+        self.next += count
+        self.now += sum(times) / 1e6
+        return times
+
+    def settle(self, seconds, until=lambda: False):
+        deadline = self.now + seconds
+        while self.now < deadline and not until():
+            self.time(1)
+
+    def output(self):
+        return torch.zeros(1)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    def start(number):
+        card = Playback(number)
+        monkeypatch.setattr(settling.time, "perf_counter", lambda: card.now)
+        return card
+
+    yield start
+    assert settling.time is time
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_visit_under_a_cap_waits_for_the_swing_to_die_away(play, number):
+    card = play(number)
+    truth = card.late.mean()
+    early = sorted(card.us[19:22])[1]
+    assert settle(card, card)
+    assert card.now == pytest.approx(SETTLE_CAPPED_S, abs=0.1)
+    times = visit(card, 3, 1, capped=True)
+    assert 14 <= len(times) <= KEPT
+    assert sorted(times)[len(times) // 2] == pytest.approx(truth, rel=4e-3)
+    assert abs(early / truth - 1) > 0.01, "three replays a second after the change would do as well"
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_contents_that_draw_less_are_timed_as_soon_as_they_are_free_of_the_cap(play, number):
+    card = play(number)
+    assert not settle(card, card)
+    assert SETTLE_S <= card.now < 1.0
+    times = visit(card, 3, 1, capped=False)
+    assert len(times) == 3
+    assert sorted(times)[1] == pytest.approx(card.late.mean(), rel=2e-3)
+
+
+def test_a_card_without_sensors_settles_for_the_least(play):
+    card = play(3)
+    assert not settle(card, SimpleNamespace(readings=[]))
+    assert card.now == pytest.approx(SETTLE_S, abs=0.1)
+
+
+@given(st.lists(st.floats(1, 9), max_size=400), st.integers(1, 30))
+def test_what_is_kept_is_in_order_and_evenly_spread(times, most):
+    numbered = list(enumerate(times))
+    kept = spread(numbered, most)
+    assert len(kept) == min(len(times), most)
+    assert kept == sorted(kept, key=lambda each: each[0])
+    places = [index for index, _ in kept]
+    steps = {after - before for before, after in pairwise(places)}
+    assert not steps or max(steps) - min(steps) <= 1
