@@ -181,7 +181,8 @@ def left_behind() -> str:
     import torch
 
     taken = torch.cuda.memory_allocated() / 2**20
-    live = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_cuda]
+    # By type: fake tensors of the compiler's say that they are on the GPU, and do not know their size.
+    live = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and t.is_cuda]
     largest = sorted(live, key=lambda t: -t.untyped_storage().nbytes())[:6]
     named = ", ".join(f"{list(t.shape)} {t.dtype} {t.untyped_storage().nbytes() / 2**20:.0f} MiB" for t in largest)
     return f"{taken:.0f} MiB of the GPU still allocated: {named}"
