@@ -270,7 +270,7 @@ def _jitter():
 _JITTER = _jitter()
 
 
-def test_the_watcher_survives_an_interrupt(board):
+def test_the_watcher_survives_an_interrupt(board, sigint):
     """SIGINT reaches the main thread of the kernel; neither the watcher nor the child is it."""
     board.rounds.value = 20
     board.start_button.click()
@@ -279,6 +279,14 @@ def test_the_watcher_survives_an_interrupt(board):
         interrupt()
     wait(board)
     assert board.status.value.startswith("done"), board.message.value
+
+
+@pytest.fixture
+def sigint():
+    """Taken, as a kernel does: a shell starts what it runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt():
