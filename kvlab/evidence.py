@@ -42,9 +42,13 @@ def open_runs(root: Path, having: Callable[[Run], Any] = bool) -> list[Run]:
 
 
 def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
-    """`Run.gaps` of all, with `rounds`, `arms` (how many), `utc` (of the run), `swept` (the case is one of a grid) and
-    `hurried` (of a step that the power cap slowed, from before kvlab let such replays rest when isolated, or settle
-    until the cap's swing had died away when sustained)."""
+    """`Run.gaps` of all, and what they say of the run and step.
+
+    Returns:
+        With `rounds`, `arms` (how many), `utc` and `path` of the run (an export may have another name than the run that
+        it is of), `swept` (the case is one of a grid) and `hurried`: of a step that the power cap slowed, from before
+        kvlab let such replays rest when isolated, or settle until the cap's swing had died away when sustained.
+    """
     tables = []
     for run in runs:
         of_case = run.verdicts[["case", "mode", "rounds", "flagged"]].merge(run.cases, on="case", suffixes=("", "_of"))
@@ -55,9 +59,11 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
         rounds = of_case[["case", "mode", "rounds", "hurried"]]
         table = run.gaps.merge(rounds, on=["case", "mode"], how="left", validate="m:1")
         arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
-        tables.append(table.assign(arms=arms, utc=str(run.provenance.get("utc", ""))))
+        tables.append(table.assign(arms=arms, utc=str(run.provenance.get("utc", "")), path=str(run.path)))
     if not tables:
-        return pd.DataFrame(columns=[*STEP, "case", "mode", "arm", "gap", "rounds", "arms", "utc", "swept", "run"])
+        return pd.DataFrame(
+            columns=[*STEP, "case", "mode", "arm", "gap", "rounds", "arms", "utc", "swept", "run", "path"]
+        )
     rows = pd.concat(tables, ignore_index=True)
     rows["swept"] = rows["case"].str.contains(_SWEPT, regex=True)
     return rows
@@ -135,11 +141,11 @@ def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
         shares = {arm: found for arm in rows["arm"].unique() if (found := zero_fraction(arm)) and found[0] == "random"}
         rows = rows[rows["arm"].isin(shares)]
         rows = rows.assign(zero_fraction=[shares[arm][1] for arm in rows["arm"]])
-        line = [*STEP, "mode", "run"]
+        line = [*STEP, "mode", "path"]
         rows = rows[rows.groupby(line, dropna=False)["zero_fraction"].transform("nunique") > 1]
     rows = _last(rows, [*STEP, "mode", "arm"], ["rounds", "utc"])
-    kernels = {run.path.name: run.kernels for run in runs}
-    parts = [{**row, **part} for row in rows.to_dict("records") for part in _parts(kernels[str(row["run"])], row)]
+    kernels = {str(run.path): run.kernels for run in runs}
+    parts = [{**row, **part} for row in rows.to_dict("records") for part in _parts(kernels[row["path"]], row)]
     return pd.concat([rows, pd.DataFrame(parts, columns=rows.columns)], ignore_index=True) if parts else rows
 
 
@@ -160,7 +166,7 @@ def _parts(kernels: pd.DataFrame, row: Mapping[Any, Any]) -> list[dict[str, Any]
 def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
     """Of each model the case and mode with the largest gap among those whose kernels were profiled.
 
-    Cases of a grid come last, and runs in one mode after those in both.
+    Cases of a grid come last; before them those that are `hurried`, and runs in one mode after those in both.
     """
     found: dict[str, tuple[tuple[Any, ...], tuple[Run, str, str]]] = {}
     for run in runs:
@@ -171,7 +177,7 @@ def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
             if (row["case"], row["mode"]) not in keys:
                 continue
             gap = 0.0 if math.isnan(row["gap"]) else abs(row["gap"])
-            rank = (not row["swept"], kernels["mode"].nunique(), gap)
+            rank = (not row["swept"], not row["hurried"], kernels["mode"].nunique(), gap)
             if row["model"] not in found or rank > found[row["model"]][0]:
                 found[row["model"]] = (rank, (run, row["case"], row["mode"]))
     return [case for _, case in found.values()]
@@ -224,7 +230,7 @@ def find_causes(
                 stored[step_key(row)] = cause
                 if not row["swept"]:  # at the model's own top-k, which older runs do not say
                     stored[step_key({**row, "topk": None})] = cause
-    by_name = {run.path.name: run for run in runs}
+    by_path = {str(run.path): run for run in runs}
     counted = {(row["model"], row["routing"], row["case"].partition("=")[0]): row["moved"] for row in loads}
     causes = {}
     for row in rows.to_dict("records"):
@@ -234,7 +240,7 @@ def find_causes(
         if known and not (known["kind"] == "none" and row["verdict"] == "different"):
             causes[key] = known
             continue
-        run = by_name[row["run"]]
+        run = by_path[row["path"]]
         telemetry = run.telemetry
         of = telemetry[(telemetry["case"] == row["case"]) & (telemetry["mode"] == row["mode"])]
         moved = (run.verdict_of(row["case"], row["mode"]) or {}).get("routing_moved") or {}

@@ -25,6 +25,10 @@ _SHADES = {"different": "#F6CDB5", "inconclusive": "#FBE7BE", "invalid": "#DDDDD
 DECIDED = ("equivalent", "different")
 # Behind the gap of a step that was timed at another pace than its mode means, see `kvlab.evidence.gap_rows`.
 HURRIED = " †"
+OTHER_PACE_WORDS = (
+    "timed at another pace than the mode means, where the power cap held the clock, by an earlier kvlab: isolated"
+    " replays did not rest in between, or sustained ones were timed while the cap's controller still swung"
+)
 
 
 def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | None = None) -> pd.DataFrame:
@@ -42,12 +46,7 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
     told = []
     for _, of in rows.groupby(["model", "engine", "routing", "phase", "context"], sort=False):
         first = of.iloc[0]
-        cells = {
-            row["mode"]: DASH
-            if pd.isna(row["gap"])
-            else estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) + HURRIED * bool(row["hurried"])
-            for _, row in of.iterrows()
-        }
+        cells = {row["mode"]: DASH if pd.isna(row["gap"]) else _gap_text(row) for _, row in of.iterrows()}
         line = {
             "model": model_words(first),
             "step": place_words(first),
@@ -64,6 +63,10 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
     return pd.DataFrame(told)
 
 
+def _gap_text(row: Mapping[Any, Any] | pd.Series) -> str:
+    return estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) + HURRIED * bool(row["hurried"])
+
+
 def context_table(rows: pd.DataFrame) -> Styler:
     """Gaps in percent with their 90 % intervals, a column a context; shaded where not equivalent."""
     contexts = sorted(set(rows["context"]))
@@ -71,17 +74,15 @@ def context_table(rows: pd.DataFrame) -> Styler:
     told, shades = [], []
     for _, of in rows.groupby(["model", "engine", "routing", "phase", "mode"], sort=False):
         first, at = of.iloc[0], of.drop_duplicates("context").set_index("context")
-        cells = [
-            estimate_text(at.loc[c, "gap"], (at.loc[c, "ci90_lo"], at.loc[c, "ci90_hi"])) if c in at.index else ""
-            for c in contexts
-        ]
+        cells = [_gap_text(at.loc[c]) if c in at.index else "" for c in contexts]
         told.append([model_words(first), first["phase"], first["mode"], *cells])
         shades.append(["", "", "", *(_shade(at.loc[c, "verdict"]) if c in at.index else "" for c in contexts)])
     head = ["model", "phase", "mode", *(f"{tokens(c)} tokens" for c in contexts)]
     style = _styled(pd.DataFrame(told, columns=head))
     style = style.apply(lambda table: pd.DataFrame(shades, columns=table.columns), axis=None)
     legend = ", ".join(f'<span style="{_shade(verdict)}">{verdict}</span>' for verdict in _SHADES)
-    return style.set_caption(f"gap in percent (90 % interval); shaded: {legend}")
+    note = f";{HURRIED}: {OTHER_PACE_WORDS}" if rows["hurried"].any() else ""
+    return style.set_caption(f"gap in percent (90 % interval); shaded: {legend}{note}")
 
 
 def _shade(verdict: str) -> str:
@@ -98,11 +99,11 @@ def cause_table(runs: Sequence[Run]) -> Styler:
     rows = gap_rows(runs)
     rows = rows[rows["arm"] == "random"]
     texts = []
-    by_name = {run.path.name: run for run in runs}
+    by_path = {str(run.path): run for run in runs}
     for row in claim_gaps(rows).to_dict("records"):
-        cause = (by_name[row["run"]].verdict_of(row["case"], row["mode"]) or {}).get("cause")
+        cause = (by_path[row["path"]].verdict_of(row["case"], row["mode"]) or {}).get("cause")
         if cause:
-            gap = estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"]))
+            gap = _gap_text(row)
             told = [
                 model_words(row),
                 place_words(row),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab import evidence
+from kvlab import evidence, lab_tables
 from kvlab.kernel_gaps import kernel_gap_table
 from kvlab.lab import COMMITTED
 from kvlab.plots.style import MINUS, VERDICT_STYLE
@@ -41,6 +41,7 @@ def row(**more):
         "swept": False,
         "hurried": False,
         "run": "a",
+        "path": more.get("run", "a"),
     }
     return base | more
 
@@ -111,6 +112,26 @@ def test_top_k_is_a_line_where_a_step_was_measured_at_several():
     assert sorted(whole["topk"]) == [512, 1024, 2048]
     assert set(whole["model"]) == {"deepseek-v3.2-6l"}
     assert "top-k" in set(shown.loc[shown["topk"] == 2048, "part"])
+
+
+def test_an_export_under_another_name_than_its_run_says_the_same(profiled: Run, tmp_path):
+    (tmp_path / "other").mkdir()
+    profiled.export(tmp_path / "other" / "name")
+    (exported,) = evidence.open_runs(tmp_path / "other")
+    for axis in ("topk", "zero_fraction"):
+        pd.testing.assert_frame_equal(
+            *(evidence.sparsity_gaps([run], axis).drop(columns="path") for run in (profiled, exported))
+        )
+    rows = evidence.gap_rows([exported])
+    assert evidence.find_causes([exported], rows) == evidence.find_causes([profiled], evidence.gap_rows([profiled]))
+    assert len(lab_tables.cause_table([exported]).data) == len(lab_tables.cause_table([profiled]).data) > 0
+
+
+def test_no_two_committed_runs_are_one():
+    runs = evidence.open_runs(COMMITTED)
+    assert len(runs) > 20
+    for run in runs:
+        assert set(run.gaps["run"]) == {run.path.name}
 
 
 def test_zero_fractions_of_a_model_without_top_k_are_a_line_too():

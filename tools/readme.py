@@ -37,10 +37,6 @@ DIGEST = "Description"
 PHASES = {"decode": "Decode", "hit": "Prefill after a prefix-cache hit"}
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NOT_YET = "Not measured on this card yet."
-_HURRIED = (
-    "timed at another pace than the mode means, where the power cap held the clock, by an earlier kvlab: isolated"
-    " replays did not rest in between, or sustained ones were timed while the cap's controller still swung (below)."
-)
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class Page:
             )
         table = [markdown(self.table())]
         if self.claim["hurried"].any():
-            table += ["", f"{lab_tables.HURRIED.strip()} {_HURRIED}"]
+            table += ["", f"{lab_tables.HURRIED.strip()} {lab_tables.OTHER_PACE_WORDS} (below)."]
         return "\n".join([*lines, "", *table, "", self.image("claim")])
 
     def of_phase(self, phase: str, rows: pd.DataFrame) -> str:

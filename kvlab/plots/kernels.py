@@ -230,7 +230,7 @@ def _differences(ax: Axes, tables: Mapping[str, pd.DataFrame], step: float, base
             ax.annotate(told, (end / scale, y), ha="left" if side > 0 else "right", fontsize=7.5, **at)
     ax.axhline(len(roles) - 0.5, color=FAINT, linewidth=0.6)
     ax.axvline(0, color=FAINT, linewidth=0.8)
-    ax.margins(x=0.5 if len(tables) > 1 else 0.34)
+    ax.margins(x=0.5 if len(tables) > 1 else 0.42)
     label_rows(ax, list(range(len(roles) + 1)), [*(shorten(role, 30) for role in roles), "total"], {})
     against = f"{shorten(next(iter(tables)), 30)} less {baseline}" if len(tables) == 1 else f"each arm less {baseline}"
     ax.set_xlabel(f"gap ({unit}): {against}; in brackets, of the whole step under {baseline}")

@@ -24,7 +24,7 @@ from kvlab.engines.vllm.failures import forward_failure, load_failure
 from kvlab.engines.vllm.finite import first_nonfinite_module
 from kvlab.engines.vllm.flavour import Flavour, installed_flavour
 from kvlab.engines.vllm.forward import CaughtForward
-from kvlab.engines.vllm.leftovers import drop_leftovers, release_frames, released_frames
+from kvlab.engines.vllm.leftovers import ReleasedFrames, drop_leftovers, release_frames
 from kvlab.engines.vllm.pool import sized_by
 from kvlab.engines.vllm.routing import Routing, install_routing, routing_note
 from kvlab.engines.vllm.selection import watched_selection
@@ -91,13 +91,14 @@ class VllmEngine(Engine):
                 f"case {case.name!r} verifies {drafts} drafts, but the model was loaded for {steps}; load it with"
                 f' --engine-arg \'speculative_config={{"method": "ngram", "num_speculative_tokens": {drafts}}}\''
             )
-        step = VllmStep(self, case, self.build(case, seed), seed)
+        with ReleasedFrames():
+            step = VllmStep(self, case, self.build(case, seed), seed)
         # Kept alive until it is closed: its requests stay in the runner, and its routing in the model.
         self._open_step = lambda: step
         return step
 
     def prefill(self, case: Case, seed: int = 0) -> Prefilled:
-        with released_frames():
+        with ReleasedFrames():
             prefilled = super().prefill(case, seed)
         self._prefills.add(prefilled)
         return prefilled
@@ -185,7 +186,8 @@ class VllmStep(Step):
 
     def fill(self, fill: Fill | str, seed: int = 0) -> None:
         self._refuse_closed()
-        super().fill(fill, seed)
+        with ReleasedFrames():
+            super().fill(fill, seed)
 
     def restore(self) -> None:
         self._refuse_closed()
@@ -196,23 +198,24 @@ class VllmStep(Step):
         try:
             return self._forward()
         except Exception as error:  # whatever the model or a kernel raises
+            release_frames(error)
             raise forward_failure(f"case {self.case.name!r}", error) from error
 
     def first_nonfinite(self) -> str | None:
         self.restore()
-        with released_frames():
+        with ReleasedFrames():
             return first_nonfinite_module(self.engine.runner.model, self.forward)
 
     def selection(self) -> dict[str, torch.Tensor]:
         self.restore()
-        with released_frames(), watched_selection(self.engine.runner.model, self.batch.num_tokens) as chosen:
+        with ReleasedFrames(), watched_selection(self.engine.runner.model, self.batch.num_tokens) as chosen:
             self.forward()
         order = self._forward.order().to(self.engine.device)
         return {name: positions.index_select(0, order) for name, positions in chosen.items()}
 
     def expert_loads(self) -> dict[str, torch.Tensor]:
         self.restore()
-        with released_frames(), counted_experts(self.engine.runner.model) as loads:
+        with ReleasedFrames(), counted_experts(self.engine.runner.model) as loads:
             self.forward()
         return loads
 

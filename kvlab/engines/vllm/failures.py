@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvlab.engines.vllm.leftovers import release_frames
 from kvlab.errors import CapacityError, EngineError, KvlabError
 
 _NO_CACHE = "No available memory for the cache blocks"
@@ -61,8 +60,7 @@ def load_failure(model: str, error: Exception, arguments: Mapping[str, Any]) -> 
 
 
 def forward_failure(where: str, error: Exception) -> KvlabError:
-    """Why a step could not be run; the engine's other cases may still run. The error no longer holds the model."""
-    release_frames(error)
+    """Why a step could not be run; the engine's other cases may still run."""
     if isinstance(error, KvlabError):
         return error
     if is_out_of_memory(error):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import torch
 
@@ -62,23 +61,29 @@ def _drop_blas_workspaces() -> None:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of the local variables of the calls that raised, now over; the traceback can still be printed.
+    """Let go of the calls that raised: as long as someone keeps the error, as a notebook does with its last one, their
+    variables hold the model and its caches. Where they were stays with the error, as a note.
 
-    They hold the model and its caches for as long as someone keeps the error, as a notebook does with its last one.
+    `traceback.clear_frames` would leave what a closure refers to, and PyTorch calls a module with hooks in one.
     """
     found: list[BaseException] = [error]
     for each in found:
-        traceback.clear_frames(each.__traceback__)
+        if each.__traceback__ is not None:
+            each.add_note("".join(["Raised in (most recent call last):\n", *traceback.format_tb(each.__traceback__)]))
+            each.__traceback__ = None
         for cause in (each.__cause__, each.__context__):
             if cause is not None and not any(cause is other for other in found):
                 found.append(cause)
 
 
-@contextmanager
-def released_frames() -> Iterator[None]:
-    """`release_frames` of what is raised within it."""
-    try:
-        yield
-    except Exception as error:
-        release_frames(error)
-        raise
+class ReleasedFrames:
+    """Within it, `release_frames` of what is raised; a `contextmanager` would put the traceback back."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            release_frames(error)

@@ -1,6 +1,8 @@
 """Taking over a runner's model call, on a stand-in for it: order of rows, and what is left when something fails."""
 
+import gc
 import sys
+import weakref
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
@@ -105,6 +107,22 @@ def test_a_failing_model_leaves_no_request_and_no_pending_state_behind(batch):
     assert runner.execute_model_state is None
     assert "forward" not in vars(runner.model)
     assert "prepare_inputs" not in vars(runner)
+
+
+def test_a_finished_call_lets_go_of_model_and_runner_though_the_runner_fails(batch):
+    runner = Runner(lambda input_ids: input_ids)
+    caught = CaughtForward(runner, batch, V2)
+    gone = [weakref.ref(runner), weakref.ref(runner.model)]
+
+    def execute_model(output):
+        raise RuntimeError("CUDA error")
+
+    runner.execute_model = execute_model
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        caught.finish()
+    del runner
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_another_batch_than_was_asked_for_is_told(batch):
