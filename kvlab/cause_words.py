@@ -65,8 +65,11 @@ def cause_sentence(
             text += f"; {_clocks(cause)} all else takes {_part(cause.clocks)}"
     elif kind == "kernels":
         role, _ = max(movers.items(), key=lambda item: item[1] * gap_us)
-        cycles = f"; in cycles the gap is {_estimate(cause.cycles)}" if cause.cycles else ""
-        text = f"{pace}: {_takes(cause, [role])}{cycles}, so their work depends on the contents"
+        if cause.cycles:
+            which = f"; in cycles the gap is {_estimate(cause.cycles)}, so their work depends on the contents"
+        else:
+            which = "; as no clock was read, by their work or by the clock"
+        text = f"{pace}: {_takes(cause, [role])}{which}"
     else:
         text = f"{pace}{_aside(cause)}, and the cause is not known: {_missing(cause, routing)}"
     return f"{text}{_effects(cause)}."

@@ -27,6 +27,7 @@ except ImportError:  # Windows
 
 FORMAT = 1
 FILE = "run.sqlite"
+_MAGIC = b"SQLite format 3\0"
 
 _APPLICATION_ID = int.from_bytes(b"kvlb", "big")
 _SIDE_FILES = tuple(FILE + suffix for suffix in ("", "-wal", "-shm", "-journal"))
@@ -37,6 +38,15 @@ _MENDS = {
     "I/O": "check the disk and its free space",
     "unable to open": "make the folder readable and writable",
 }
+
+
+def refuse_other_file(place: Path, known: str) -> None:
+    """Raise RunError for a file that is no SQLite database and has not a name that a run or an export gives."""
+    if not place.is_file() or place.name in (FILE, known):
+        return
+    with place.open("rb") as begin:
+        if begin.read(len(_MAGIC)) != _MAGIC:
+            raise RunError(f"{place} is neither a run nor an export; name the folder of one")
 
 
 class Database:

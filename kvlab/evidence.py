@@ -17,6 +17,7 @@ from kvlab.errors import KvlabError
 from kvlab.export import RECORD
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table
 from kvlab.kernel_names import SELECTION
+from kvlab.pace import paces
 from kvlab.plots.style import microseconds
 from kvlab.plots.sweeps import zero_fraction
 from kvlab.run import Run, open_run
@@ -24,10 +25,6 @@ from kvlab.run import Run, open_run
 # A step as it was asked for; its name is not part of it.
 STEP = ["model", "engine", "gpu", "routing", "phase", "context", "batch", "query", "topk"]
 WHOLE = "whole step"
-OTHER_PACE = "other pace †"
-# Facts of a case that tell of a pace as its mode means it, where the power cap binds: mode -> column of `Run.cases`.
-_PACED = {"isolated": "rest_isolated_share", "sustained": "settle_capped_s"}
-_SLOWED = 0.1  # of a case's samples: fewer throttled ones do not tell of a step that the power cap slows
 _MORE_WATTS = 1.02
 # Names of `Grid.cases`: made for a sweep, not to answer for a model.
 _SWEPT = r"^[a-z]+-b\d+-k\d+"
@@ -46,18 +43,11 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
 
     Returns:
         With `rounds`, `arms` (how many), `utc` and `path` of the run (an export may have another name than the run that
-        it is of), `swept` (the case is one of a grid) and `hurried`: of a step that the power cap slowed, from before
-        kvlab let such replays rest when isolated, or settle until the cap's swing had died away when sustained.
+        it is of), `swept` (the case is one of a grid) and `hurried` (of `kvlab.pace`).
     """
     tables = []
     for run in runs:
-        of_case = run.verdicts[["case", "mode", "rounds", "flagged"]].merge(run.cases, on="case", suffixes=("", "_of"))
-        of_case["hurried"] = False
-        for mode, fact in _PACED.items():
-            unknown = of_case[fact].isna() if fact in of_case else True
-            of_case["hurried"] |= unknown & (of_case["mode"] == mode) & (of_case["flagged"] > _SLOWED)
-        rounds = of_case[["case", "mode", "rounds", "hurried"]]
-        table = run.gaps.merge(rounds, on=["case", "mode"], how="left", validate="m:1")
+        table = run.gaps.merge(paces(run), on=["case", "mode"], how="left", validate="m:1")
         arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
         tables.append(table.assign(arms=arms, utc=str(run.provenance.get("utc", "")), path=str(run.path)))
     if not tables:
@@ -117,11 +107,6 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     return _speaking(rows, [*line, "context"])
 
 
-def drawn(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of gaps as a figure shows them: `hurried` ones stand apart from every verdict."""
-    return rows.assign(verdict=rows["verdict"].mask(rows["hurried"].astype(bool), OTHER_PACE))
-
-
 def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
     """Gaps of the whole step along `topk` or `zero_fraction`, and of each role where its kernels were profiled.
 
@@ -143,7 +128,9 @@ def sparsity_gaps(runs: Sequence[Run], axis: str) -> pd.DataFrame:
         rows = rows.assign(zero_fraction=[shares[arm][1] for arm in rows["arm"]])
         line = [*STEP, "mode", "path"]
         rows = rows[rows.groupby(line, dropna=False)["zero_fraction"].transform("nunique") > 1]
-    rows = _last(rows, [*STEP, "mode", "arm"], ["rounds", "utc"])
+        speaks = _speaking(rows, [*STEP])[[*STEP, "mode", "path"]]
+        rows = rows.merge(speaks, on=[*STEP, "mode", "path"])  # a line is of one run
+    rows = _speaking(rows, [*STEP, "arm"])
     kernels = {str(run.path): run.kernels for run in runs}
     parts = [{**row, **part} for row in rows.to_dict("records") for part in _parts(kernels[row["path"]], row)]
     return pd.concat([rows, pd.DataFrame(parts, columns=rows.columns)], ignore_index=True) if parts else rows
@@ -166,7 +153,7 @@ def _parts(kernels: pd.DataFrame, row: Mapping[Any, Any]) -> list[dict[str, Any]
 def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
     """Of each model the case and mode with the largest gap among those whose kernels were profiled.
 
-    Cases of a grid come last; before them those that are `hurried`, and runs in one mode after those in both.
+    Cases of a grid come last, and before them those that are `hurried`.
     """
     found: dict[str, tuple[tuple[Any, ...], tuple[Run, str, str]]] = {}
     for run in runs:
@@ -177,7 +164,7 @@ def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
             if (row["case"], row["mode"]) not in keys:
                 continue
             gap = 0.0 if math.isnan(row["gap"]) else abs(row["gap"])
-            rank = (not row["swept"], not row["hurried"], kernels["mode"].nunique(), gap)
+            rank = (not row["swept"], not row["hurried"], gap)
             if row["model"] not in found or rank > found[row["model"]][0]:
                 found[row["model"]] = (rank, (run, row["case"], row["mode"]))
     return [case for _, case in found.values()]
@@ -235,7 +222,9 @@ def find_causes(
     causes = {}
     for row in rows.to_dict("records"):
         key = step_key(row)
-        known = stored.get(key)
+        # The run's own before another's of the same step.
+        own = (by_path[row["path"]].verdict_of(row["case"], row["mode"]) or {}).get("cause")
+        known = own or stored.get(key)
         # Another run of the same step may have seen no gap where this one did.
         if known and not (known["kind"] == "none" and row["verdict"] == "different"):
             causes[key] = known
@@ -267,7 +256,8 @@ def cause_clause(cause: Mapping[str, Any] | None) -> str:
     if kind == "none":
         return "within the noise"
     if kind == "clocks":
-        return _clock(cause)
+        # As sure as its sentence is.
+        return "likely " * ("likely the clock" in cause.get("sentence", "")) + _clock(cause)
     if kind == "routing":
         return f"{100 * float(cause['routing']):.0f} % of the tokens go to other experts"
     if kind == "selection":
@@ -314,7 +304,7 @@ def records(root: Path, part: str) -> list[dict[str, Any]]:
 def _speaking(rows: pd.DataFrame, place: list[str], then: Sequence[str] = ()) -> pd.DataFrame:
     """A row a place and mode: of a run that is not `hurried`, then one with both modes there, then most rounds,
     then the last by `then`, then the newest."""
-    modes = rows.groupby([*place, "run"])["mode"].transform("nunique")
+    modes = rows.groupby([*place, "path"], dropna=False)["mode"].transform("nunique")
     rows = rows.assign(modes=modes, paced=~rows["hurried"].astype(bool))
     kept = _last(rows, [*place, "mode"], ["paced", "modes", "rounds", *then, "utc"])
     return kept.drop(columns=["paced", "modes"])

@@ -37,7 +37,9 @@ def explain(
     """
     case = step.case.name
     # As long as in the rounds.
-    capped = mode == "sustained" and bool(run.samples_of(case, mode)["throttled"].eq(True).any())
+    throttled = run.samples_of(case, mode).get("throttled")
+    # A card without sensors may be held.
+    capped = mode == "sustained" and (throttled is None or bool(throttled.eq(True).any()))
     settle = SETTLE_S + SETTLE_CAPPED_S if capped else None
     profiles: dict[str, Any] = {}
     chosen: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from pandas.io.formats.style import Styler
 
 from kvlab.evidence import cause_clause, claim_gaps, gap_rows, step_key
 from kvlab.kernel_gaps import kernel_gap_table
+from kvlab.pace import HURRIED, OTHER_PACE_WORDS, drawn
 from kvlab.plots.claim import verdict_words
 from kvlab.plots.style import DASH, MINUS, MODES, percent, shorten, tokens
 from kvlab.report.content import estimate_text
@@ -23,12 +24,6 @@ TABLE: Any = [{"selector": "th, td", "props": _CELL}, {"selector": "caption", "p
 # Backgrounds that stay apart in grey; nothing for equivalent, which is what one hopes for.
 _SHADES = {"different": "#F6CDB5", "inconclusive": "#FBE7BE", "invalid": "#DDDDDD"}
 DECIDED = ("equivalent", "different")
-# Behind the gap of a step that was timed at another pace than its mode means, see `kvlab.evidence.gap_rows`.
-HURRIED = " †"
-OTHER_PACE_WORDS = (
-    "timed at another pace than the mode means, where the power cap held the clock, by an earlier kvlab: isolated"
-    " replays did not rest in between, or sustained ones were timed while the cap's controller still swung"
-)
 
 
 def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | None = None) -> pd.DataFrame:
@@ -51,7 +46,7 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
             "model": model_words(first),
             "step": place_words(first),
             **{f"{mode}, %": cells.get(mode, DASH) for mode in MODES},
-            "verdict": verdict_words(of),
+            "verdict": verdict_words(drawn(of)),
         }
         if causes is not None:
             # Of a gap that was decided, where one was.

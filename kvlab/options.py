@@ -131,7 +131,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_BUDGET,
         metavar="S",
-        help=f"seconds of rounds a case and mode that the pilot may plan for, its own 8 rounds in any case (default"
+        help=f"seconds of rounds a case and mode that the pilot may plan for, 6 rounds in any case (default"
         f" {DEFAULT_BUDGET:g})",
     )
     parser.add_argument("--replays", type=int, default=5, help="timed replays per arm and round (default 5)")

@@ -24,12 +24,8 @@ PILOT_ROUNDS = 8
 # For precision; and for power too, as an interval's cost grows with the square of the rounds (20 s at 500).
 MAX_ROUNDS = 120
 MOST_ROUNDS = 500
-# An sd from 8 rounds is too low half the time; 4 in 5 true values lie under this many times it (chi-square, 7 degrees
-# of freedom, lower fifth: sqrt(7 / 3.82)). Without it the power planned for is reached by half of the studies only.
-_SD_UPPER = 1.35
 # The interval's Student quantile and its correction for correlated rounds, against the normal one of the formula.
 _SMALL_SAMPLE = 1.15
-_LIKELY = _SD_UPPER * _SMALL_SAMPLE
 # Half-width aimed at where time is left, as a share of the margin: 0.3 % at 3 %.
 _PRECISION = 0.1
 _Z95 = 1.645
@@ -47,6 +43,7 @@ class RoundPlan:
         sd: of the pilot's A/A log ratios; None where the number was given.
         seconds_per_round: of the pilot; None where the number was given.
         sd_arms: the largest sd of another arm's log ratios; None where the number was given.
+        pilot: rounds that the sds are of.
     """
 
     rounds: int
@@ -55,6 +52,7 @@ class RoundPlan:
     sd: float | None = None
     seconds_per_round: float | None = None
     sd_arms: float | None = None
+    pilot: int = PILOT_ROUNDS
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -63,7 +61,7 @@ class RoundPlan:
     def __str__(self) -> str:
         if self.limit == "given":
             return f"{self.rounds} rounds, as given"
-        allowed = "the pilot alone, as the budget has no more" if self.rounds <= PILOT_ROUNDS else "all in the budget"
+        allowed = "the pilot alone, as the budget has no more" if self.rounds <= self.pilot else "all in the budget"
         why = {
             "power": "for 80 % power at the margin",
             "precision": f"for an interval of +-{_PRECISION:.0%} of the margin",
@@ -71,7 +69,7 @@ class RoundPlan:
             "budget": f"{allowed}, of {self.wanted} wanted",
         }[self.limit]
         other = "" if self.sd_arms is None else f", of the arms {self.sd_arms:.2%}"
-        noise = f"A/A noise {self.sd:.2%}{other}, planned for {_LIKELY:.1f} times that"
+        noise = f"A/A noise {self.sd:.2%}{other}, planned for {_likely(self.pilot):.1f} times that"
         return f"{self.rounds} rounds: {why} ({noise}, {self.seconds_per_round:.2f} s a round)"
 
 
@@ -102,22 +100,22 @@ def plan_rounds(
     ratios = checked(aa_log_ratios)
     arms = [float(np.std(checked(arm), ddof=1)) for arm in arms_log_ratios]
     sd = float(np.std(ratios, ddof=1))
-    return _planned(sd, max(arms, default=None), len(ratios), seconds_per_round, margin, budget)
+    return _planned(sd, max(arms, default=None), len(ratios), seconds_per_round, margin, budget, len(ratios))
 
 
 def replanned(plan: RoundPlan, margin: float, budget: float) -> RoundPlan:
     """A plan that its budget cut short, under another budget: as blind to the gap as the first, and never shorter."""
     if plan.limit != "budget" or plan.sd is None or plan.seconds_per_round is None:
         return plan
-    return _planned(plan.sd, plan.sd_arms, plan.rounds, plan.seconds_per_round, margin, budget)
+    return _planned(plan.sd, plan.sd_arms, plan.rounds, plan.seconds_per_round, margin, budget, plan.pilot)
 
 
 def _planned(
-    sd: float, sd_arms: float | None, least: int, seconds_per_round: float, margin: float, budget: float
+    sd: float, sd_arms: float | None, least: int, seconds_per_round: float, margin: float, budget: float, pilot: int
 ) -> RoundPlan:
-    arms = sd_arms or 0.0
-    power = max(rounds_for(sd * _LIKELY, margin / 2), rounds_for(arms * _LIKELY, margin))
-    precision = math.ceil((max(sd, arms) * _LIKELY * _Z95 / (_PRECISION * math.log1p(margin))) ** 2)
+    arms, likely = sd_arms or 0.0, _likely(pilot)
+    power = max(rounds_for(sd * likely, margin / 2), rounds_for(arms * likely, margin))
+    precision = math.ceil((max(sd, arms) * likely * _Z95 / (_PRECISION * math.log1p(margin))) ** 2)
     precise = min(precision, MAX_ROUNDS)
     limit = "power" if power >= precise else "precision" if precise == precision else "most"
     wanted = max(power, precise, least, MIN_ROUNDS)
@@ -127,4 +125,15 @@ def _planned(
     affordable = max(least, int(budget / max(seconds_per_round, 1e-9)))
     if affordable < most:
         limit, most = "budget", affordable
-    return RoundPlan(most, limit, wanted, sd, seconds_per_round, sd_arms)
+    return RoundPlan(most, limit, wanted, sd, seconds_per_round, sd_arms, pilot)
+
+
+def _likely(pilot: int) -> float:
+    """An sd from so few rounds is too low half the time; 4 in 5 true values lie under this many times it.
+
+    The lower fifth of chi-square by Wilson and Hilferty (1931, doi:10.1073/pnas.17.12.684). Without it the power that
+    was planned for is reached by half of the studies only.
+    """
+    k = max(pilot - 1, 1)
+    fifth = k * (1 - 2 / (9 * k) - 0.8416 * math.sqrt(2 / (9 * k))) ** 3
+    return math.sqrt(k / fifth) * _SMALL_SAMPLE

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvlab.engines.base import Step
 from kvlab.measure.sampler import Sampler
+from kvlab.measure.settling import SETTLE_CAPPED_S
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import AGAIN, Plan
@@ -66,15 +67,19 @@ class Rest:
 
 def rest_of(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:
     """The rest of the step's case in the timer's mode: as the run has it, so that all its rounds are alike, or found
-    and stored. Sets `timer.rest`."""
+    and stored, as is, of sustained rounds, how long they settle under a cap. Sets `timer.rest`."""
     name, key = step.case.name, f"rest_{timer.mode}"
     stored = run.facts_of(name).get(key)
     if stored:
         rest = Rest(**{each.name: stored[each.name] for each in fields(Rest) if each.name in stored})
     elif run.finished_rounds(name, timer.mode):
-        rest = Rest()
+        # Of an older kvlab, or a CPU: the rounds to come are like those, and nothing is said of a rest.
+        timer.rest = 0.0
+        return Rest()
     else:
         rest = find_rest(step, timer, plan, telemetry)
+        if timer.mode == "sustained":
+            run.case_facts(name, settle_capped_s=SETTLE_CAPPED_S)
     timer.rest = rest.share
     run.case_facts(name, **{key: rest.as_dict()})
     return rest

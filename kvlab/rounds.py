@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
+
+import numpy as np
 
 from kvlab.engines.base import Step
 from kvlab.measure.sampler import PERIOD_S, RESTING_PERIOD_S, Sampler
 from kvlab.measure.schedule import round_order
-from kvlab.measure.settling import SETTLE_S, settle, visit
+from kvlab.measure.settling import SETTLED_S, SWING_S, settle, visit
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import Plan
@@ -45,14 +47,16 @@ def measure_round(
         since = 0.0
         with Sampler(telemetry, RESTING_PERIOD_S if timer.rest else PERIOD_S) as sampler:
             if mode == "sustained":
-                capped = settle(timer, sampler)
-                # Its pace was that of the replays that count for at least as long.
-                since = time.perf_counter() - SETTLE_S
+                capped = settle(timer, sampler, more=_more(plan.seed, index, position))
+                since = time.perf_counter() - SETTLED_S
                 # The queue ran dry in between: in one call with those that are timed, so that it does not again.
                 times = visit(timer, plan.replays, max(1, plan.discard), capped)
             else:
                 times = timer.time(plan.replays)
         reading = sampler.summary(timer.busy, since)
+        if timer.rest:
+            # The power sensor's average reaches into the rests: 338 W where the same step took 653 W without.
+            reading = replace(reading, watts=None, watts_source=None)
         if reading.readings:
             readings.append({"arm": name, "t_s": since or sampler.readings[0].t_s, **asdict(reading)})
         finite[name] &= bool(timer.output().isfinite().all())
@@ -75,6 +79,11 @@ def measure_round(
             for replay, us in enumerate(times)
         ]
     return rows, readings
+
+
+def _more(seed: int, index: int, position: int) -> float:
+    """Seconds of the settling that chance decides, the same for the same visit."""
+    return float(np.random.default_rng((seed, index, position)).uniform(0.0, SWING_S))
 
 
 def _discard(timer: Timer, count: int) -> None:

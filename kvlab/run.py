@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from kvlab import tables
-from kvlab.database import FILE, Database
+from kvlab.database import FILE, Database, refuse_other_file
 from kvlab.errors import RunError
 from kvlab.export import RECORD, read_export, read_table, write_export
 from kvlab.gaps import gap_table
@@ -301,8 +301,8 @@ def open_run(path: str | Path) -> Run:
         RunError: when there is no run, or not one that this kvlab can read.
     """
     place = Path(path).absolute()
-    folder = place if place.is_dir() else place.parent
-    file = folder / FILE if place.is_dir() else place
+    folder, file = (place, place / FILE) if place.is_dir() else (place.parent, place)
+    refuse_other_file(place, RECORD)
     if file.is_file() and file.name != RECORD:
         database = Database.read(file)
         with database.snapshot() as db:

@@ -22,7 +22,6 @@ from kvlab.explain import explain
 from kvlab.gaps import case_axes
 from kvlab.kv.draws import draw_method
 from kvlab.kv.fills import Fill
-from kvlab.measure.settling import SETTLE_CAPPED_S
 from kvlab.measure.telemetry import make_telemetry
 from kvlab.measure.timer import MODES, Timer, make_timer
 from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds, replanned
@@ -263,7 +262,6 @@ class Study:
         timer = make_timer(step, mode)
         try:
             facts = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
-            facts |= {"settle_capped_s": SETTLE_CAPPED_S} if mode == "sustained" else {}
             self.run.case_facts(name, **found.facts, **facts, **captured(step, timer))
             rest = rest_of(self.run, step, timer, plan, self._telemetry)
             timer.settle(_WARM_UP)
@@ -299,7 +297,7 @@ class Study:
             seconds = self._time_rounds(step, timer, mode, finite, len(self.run.finished_rounds(name, mode)) + 1)
         samples = self.run.samples_of(name, mode)
         aa, *arms = (round_ratios(samples, arm) for arm in (AGAIN, *(arm.name for arm in self.plan.compared)))
-        planned = plan_rounds(aa, statistics.median(seconds), self.plan.margin, self.plan.budget, arms)
+        planned = plan_rounds(aa, statistics.fmean(seconds), self.plan.margin, self.plan.budget, arms)
         self.run.case_facts(name, **{key: planned.as_dict()})
         self._tick(name, mode, len(aa), planned.rounds, str(planned))
         self._time_rounds(step, timer, mode, finite, planned.rounds)
@@ -313,7 +311,7 @@ class Study:
         done = set(self.run.finished_rounds(name, mode))
         for index in range(rounds):
             if index not in done:
-                if index >= MIN_ROUNDS and seconds and sum(seconds) + statistics.median(seconds) > budget:
+                if index >= MIN_ROUNDS and seconds and sum(seconds) + statistics.fmean(seconds) > budget:
                     break
                 begin = time.perf_counter()
                 rows, readings = measure_round(step, timer, self.plan, mode, index, self._telemetry, finite)

@@ -22,7 +22,7 @@ smoke = False  # two contexts, 6 rounds
 # %%
 from IPython.display import Markdown, display
 
-from kvlab import evidence, lab, lab_tables, plots
+from kvlab import evidence, lab, lab_tables, pace, plots
 
 lab.setup()
 runs = lab.stored(source, lab.in_vllm) or [
@@ -51,7 +51,7 @@ lab.watermark(*runs)
 # a hit computes 2,048 tokens, at most half of its context.
 
 # %%
-plots.plot_context_panels(evidence.drawn(shown))[0]
+plots.plot_context_panels(pace.drawn(shown))[0]
 
 # %% [markdown]
 # ## In numbers

@@ -26,7 +26,7 @@ smoke = False  # two of each
 # %%
 from IPython.display import Markdown, display
 
-from kvlab import evidence, lab, lab_tables, plots
+from kvlab import evidence, lab, lab_tables, pace, plots
 
 lab.setup()
 by_topk = lab.stored(source, lambda run: run.gaps["topk"].nunique() > 1)
@@ -62,7 +62,7 @@ lab.watermark(*{run.path: run for run in (*by_topk, *by_zeros)}.values())
 # %%
 # A model's own top-k is in its other runs, too.
 display(Markdown(lab.origin(*by_topk)))
-plots.plot_topk_panels(evidence.sparsity_gaps([*by_topk, *by_zeros], "topk"))[0]
+plots.plot_topk_panels(pace.drawn(evidence.sparsity_gaps([*by_topk, *by_zeros], "topk")))[0]
 
 # %% [markdown]
 # ## By the share of zero tokens
@@ -71,7 +71,7 @@ plots.plot_topk_panels(evidence.sparsity_gaps([*by_topk, *by_zeros], "topk"))[0]
 
 # %%
 display(Markdown(lab.origin(*by_zeros)))
-plots.plot_zero_panels(evidence.sparsity_gaps(by_zeros, "zero_fraction"))[0]
+plots.plot_zero_panels(pace.drawn(evidence.sparsity_gaps(by_zeros, "zero_fraction")))[0]
 
 # %% [markdown]
 # ## The parts at the largest gap

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab import evidence, lab_tables
+from kvlab import evidence, lab_tables, pace
 from kvlab.kernel_gaps import kernel_gap_table
 from kvlab.lab import COMMITTED
 from kvlab.plots.style import MINUS, VERDICT_STYLE
@@ -101,8 +101,8 @@ def test_a_capped_step_of_before_the_rests_or_the_settling_is_hurried_and_no_oth
 
 def test_a_figure_sets_hurried_gaps_apart_from_every_verdict():
     rows = pd.DataFrame([row(), row(hurried=True, verdict="different"), row(verdict="invalid")])
-    assert evidence.drawn(rows)["verdict"].tolist() == ["equivalent", evidence.OTHER_PACE, "invalid"]
-    assert evidence.OTHER_PACE in VERDICT_STYLE
+    assert pace.drawn(rows)["verdict"].tolist() == ["equivalent", pace.OTHER_PACE, "invalid"]
+    assert pace.OTHER_PACE in VERDICT_STYLE
 
 
 def test_top_k_is_a_line_where_a_step_was_measured_at_several():
@@ -238,7 +238,7 @@ def test_a_stored_cause_speaks_for_the_step_in_other_runs_too(profiled: Run):
     llama = evidence.open_runs(COMMITTED, lambda run: run.study["model"] == "llama-3.1-8b")
     found = evidence.find_causes(llama, claims := evidence.claim_gaps(evidence.gap_rows(llama)))
     hit = claims[(claims["phase"] == "hit") & (claims["context"] == 100000) & (claims["mode"] == "isolated")]
-    assert evidence.cause_clause(found[evidence.step_key(hit.iloc[0].to_dict())]).startswith("clock 1,")
+    assert evidence.cause_clause(found[evidence.step_key(hit.iloc[0].to_dict())]).startswith("attention +")
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,20 @@ def test_a_case_gone_on_with_rests_as_it_did(tmp_path):
             card.watts["random"], card.timer = watts, Clock(card)
             rest = rest_of(run, StepOf(card), card.timer, PLAN, card)
             assert rest.share == card.timer.rest == 1.0
+
+
+@pytest.mark.parametrize("mode", ["isolated", "sustained"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_nothing_is_said_of_the_pace_of_rounds_that_an_older_kvlab_timed(tmp_path, mode, earlier):
+    """Else a run gone on with would pass for one that rested and settled from its first round on."""
+    card = Card({"zeros": 400.0, "random": 1000.0, "constant(2)": 0.0})
+    with Run.create(tmp_path / "run", {"model": "m", "engine": "e", "routing": "none", "seed": 0}, machine()) as run:
+        run.add_case("hit", "hit=1@40", "decode", [])
+        if earlier:
+            arms = [{"position": 0, "arm": "zeros", "fill": "zeros", "seed": 0, "replay": 0, "us": 1.0}]
+            run.add_round("hit", mode, 0, arms)
+        card.timer = Clock(card, mode)
+        rest_of(run, StepOf(card), card.timer, PLAN, card)
+        said = {"isolated": f"rest_{mode}", "sustained": "settle_capped_s"}[mode]
+        assert (said in run.facts_of("hit")) == (not earlier)
+        assert card.timer.rest == (1.0 if mode == "isolated" and not earlier else 0.0)

@@ -381,3 +381,12 @@ def test_the_samples_of_one_case_and_mode_are_those_of_all(tmp_path):
             kept = of_all[(of_all["case"] == case) & (of_all["mode"] == mode)].reset_index(drop=True)
             assert len(kept) == (0 if (case, mode) == ("b", "sustained") else len(rows()))
             assert opened.samples_of(case, mode)["us"].tolist() == kept["us"].tolist()
+
+
+@pytest.mark.parametrize("name", ["README.md", "rows.json", "empty"])
+def test_a_file_of_another_kind_is_named_and_nothing_is_to_be_removed(tmp_path, name):
+    (tmp_path / name).write_text("words" * (name != "empty"))
+    with pytest.raises(RunError) as told:
+        open_run(tmp_path / name)
+    assert f"{name} is neither a run nor an export" in str(told.value)
+    assert "remove" not in str(told.value)

@@ -24,7 +24,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from kvlab import evidence, lab_tables, plots
+from kvlab import evidence, lab_tables, pace, plots
 from kvlab.measure.settling import SETTLE_CAPPED_S
 from kvlab.plots.style import percent, tokens
 from kvlab.report.content import estimate_text
@@ -82,36 +82,36 @@ class Page:
     def pictures(self) -> dict[str, Picture]:
         """Those that the runs have numbers for."""
         fixed = self.claim[self.claim["routing"] != "real"]
-        gaps = evidence.gap_rows(self.runs)
+        gaps, others = evidence.gap_rows(self.runs), evidence.other_arms(self.runs)
         found = [
             Picture(
                 "claim",
                 "Gap by model and step with the 90 % interval, in both modes, against the margin",
-                lab_tables.with_places(evidence.drawn(fixed[fixed["gap"].notna()])),
+                lab_tables.with_places(pace.drawn(fixed[fixed["gap"].notna()])),
                 lambda rows: plots.plot_claim(rows, title=f"Random against zero KV, {self.card}")[0],
             ),
             Picture(
                 "contexts",
                 "Gap against context length, by model and phase",
-                evidence.drawn(evidence.context_gaps(gaps[gaps["routing"] != "real"])),
+                pace.drawn(evidence.context_gaps(gaps[gaps["routing"] != "real"])),
                 lambda rows: plots.plot_context_panels(rows)[0],
             ),
             Picture(
                 "topk",
                 "Gap against top-k: the whole step, and what its kernels add",
-                evidence.sparsity_gaps(self.runs, "topk"),
+                pace.drawn(evidence.sparsity_gaps(self.runs, "topk")),
                 lambda rows: plots.plot_topk_panels(rows)[0],
             ),
             Picture(
                 "zeros",
                 "Gap against the share of zero tokens",
-                evidence.sparsity_gaps(self.runs, "zero_fraction"),
+                pace.drawn(evidence.sparsity_gaps(self.runs, "zero_fraction")),
                 lambda rows: plots.plot_zero_panels(rows)[0],
             ),
             Picture(
                 "contents",
-                "Gaps of other contents: shapes of the indexer's scores, and what the model itself writes",
-                lab_tables.with_places(evidence.other_arms(self.runs)),
+                f"Gaps of other contents than random: {', '.join(dict.fromkeys(others['arm']))}",
+                lab_tables.with_places(pace.drawn(others)),
                 lambda rows: plots.plot_claim(rows, group="place", label="arm", title="Other contents")[0],
             ),
         ]
@@ -191,7 +191,7 @@ class Page:
             )
         table = [markdown(self.table())]
         if self.claim["hurried"].any():
-            table += ["", f"{lab_tables.HURRIED.strip()} {lab_tables.OTHER_PACE_WORDS} (below)."]
+            table += ["", f"{pace.HURRIED.strip()} {pace.OTHER_PACE_WORDS} (below)."]
         return "\n".join([*lines, "", *table, "", self.image("claim")])
 
     def of_phase(self, phase: str, rows: pd.DataFrame) -> str:
@@ -217,7 +217,7 @@ class Page:
         ]
         said = f"**{PHASES.get(phase, phase)}: {what}.** Of {len(rows)} gaps {told} ({span})."
         said += f" The largest that differ: {'; '.join(largest)}." if largest else ""
-        return said + (f" Not counted: {slowed} timed at another pace ({lab_tables.HURRIED.strip()})." * (slowed > 0))
+        return said + (f" Not counted: {slowed} timed at another pace ({pace.HURRIED.strip()})." * (slowed > 0))
 
     def table(self) -> pd.DataFrame:
         """Cells that do not break, but for the cause: a gap and its interval are read as one."""
@@ -241,12 +241,13 @@ class Page:
         """Each model's gap with no zero token and with the most of them that is not all."""
         rows = self.pictures["zeros"].rows
         told = []
-        for _, of in rows[rows["part"] == evidence.WHOLE].groupby(["model", "phase", "context", "mode"], sort=False):
+        rows = rows[(rows["part"] == evidence.WHOLE) & (rows["phase"] == "hit") & (rows["mode"] == "isolated")]
+        for _, of in rows.groupby(["model", "phase", "context", "mode"], sort=False):
             of = of.sort_values("zero_fraction")
             few, most = of.iloc[0], of.iloc[-1]
             told.append(
                 f"{few['model']} at {tokens(few['context'])} {percent(few['gap'], 1)} and"
-                f" {percent(most['gap'], 1)}{' (invalid: noise)' * (most['verdict'] == 'invalid')}"
+                f" {percent(most['gap'], 1)}{' (both invalid: noise)' * (most['verdict'] == 'invalid')}"
             )
         ends = " and with ".join(f"{100 * each['zero_fraction']:.0f} %" for each in (few, most)) if told else ""
         return f"Hits, isolated, with {ends} of the tokens zero: {'; '.join(told)}."
@@ -257,7 +258,11 @@ class Page:
         if gaps.empty:
             return ""
         place = ["model", "phase", "context", "mode"]
-        pairs = gaps.pivot_table(index=place, columns="arm", values="gap", sort=False).dropna(subset=["prefill"])
+        gaps = (
+            gaps[gaps["gap"].notna()].sort_values(["rounds", "utc"], kind="stable").sort_values("model", kind="stable")
+        )
+        pairs = gaps.pivot_table(index=place, columns="arm", values="gap", aggfunc="last", sort=False)
+        pairs = pairs.dropna(subset=["prefill", "random"])
         told = [
             f"{model}, {phase} of one request at {tokens(context)}: {percent(row['prefill'], 1)}, beside"
             f" {percent(row['random'], 1)} with random KV"

@@ -13,27 +13,36 @@ import time
 from kvlab.measure.sampler import Sampler
 from kvlab.measure.timer import Timer
 
-# Seconds of replays until a cap that will hold the clock does; it was seen to bite after 0.16 to 0.19 s.
-SETTLE_S = 0.3
-# And under a cap. Contents that draw less are free of it sooner: once no reading of so many seconds tells of it.
-SETTLE_CAPPED_S, _FREE_S = 5.0, 0.3
-# Under a cap replays are timed for a period of its swing; of short ones so many are kept, evenly spread.
-_VISIT_S, KEPT = 1.0, 20
+# Seconds of replays until a cap that will hold the clock does: after 0.16 to 0.19 s at 100 W above it, later nearer to
+# it. So long, too, no reading tells of a cap once the card is free of it.
+SETTLE_S = 1.0
+# And under a cap, or where nothing tells whether there is one: so long, and by chance up to a period of the swing more,
+# so that visits meet what is left of it in every phase.
+SETTLE_CAPPED_S, SWING_S = 5.0, 1.0
+# Under a cap replays are timed for a period, too; of short ones so many are kept, evenly spread.
+KEPT = 20
+# Readings of the last so many seconds of settling are the pace's as well: the card has long woken from the fill.
+SETTLED_S = 0.5
 
 
-def settle(timer: Timer, sampler: Sampler) -> bool:
-    """Replay until the step's pace under the present contents is steady; whether a cap holds the clock then.
+def settle(timer: Timer, sampler: Sampler, more: float = 0.0) -> bool:
+    """Replay until the step's pace under the present contents is steady; whether a cap holds the clock then, as it may
+    where no sensor tells.
+
+    A cap that comes and goes by turns of a second or more is met in one of its states.
 
     Args:
         sampler: at work. The card is never left idle to be looked at, as that would set the swing off again.
+        more: seconds under a cap beyond `SETTLE_CAPPED_S`, drawn for this visit from 0 to `SWING_S`.
     """
     begin = time.perf_counter()
 
     def capped() -> bool:
-        since = max(begin, time.perf_counter() - _FREE_S)
-        return any(reading.throttled for reading in list(sampler.readings) if reading.t_s >= since)
+        since = max(begin, time.perf_counter() - SETTLE_S)
+        told = [r.throttled for r in list(sampler.readings) if r.t_s >= since and r.throttled is not None]
+        return not told or any(told)
 
-    timer.settle(SETTLE_CAPPED_S, until=lambda: time.perf_counter() - begin >= SETTLE_S and not capped())
+    timer.settle(SETTLE_CAPPED_S + more, until=lambda: time.perf_counter() - begin >= SETTLE_S and not capped())
     return capped()
 
 
@@ -46,7 +55,7 @@ def visit(timer: Timer, replays: int, discard: int, capped: bool) -> list[float]
     """
     if not capped or not timer.paced_s:
         return timer.time(discard + replays)[discard:]
-    count = max(replays, round(_VISIT_S / timer.paced_s))
+    count = max(replays, round(SWING_S / timer.paced_s))
     return spread(timer.time(discard + count)[discard:], max(replays, KEPT))
 
 

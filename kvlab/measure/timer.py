@@ -17,8 +17,8 @@ from kvlab.engines.base import Step
 from kvlab.errors import EngineError
 
 MODES = ("isolated", "sustained")
-# Replays from which `settle` learns how long one takes; the first one after a pause would be slow to launch.
-_PROBE = 2
+# More replays than any settling takes.
+_MANY = 10**9
 
 
 class Timer(ABC):
@@ -28,7 +28,7 @@ class Timer(ABC):
         kind: `cuda_graph_events` or `cpu_clock`, stored with the run.
         mode: `isolated` or `sustained`; a clock that knows no difference is `isolated`.
         rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
-        paced_s: seconds that a replay took when the timer settled, its restore and launch included; 0 before.
+        paced_s: seconds that a replay took when the timer settled last, its restore and launch included; 0 before.
         busy: where there were rests, the spans of `time.perf_counter` in which the last `time` had the card work.
     """
 
@@ -135,13 +135,11 @@ class GraphTimer(Timer):
         return self._time(count)
 
     def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        if not self.paced_s or len(self._lanes) == 1:  # alone, replays may rest for longer than last time
-            # The whole replay counts, restore and launch included: a step may be shorter than its own restore.
-            begin = time.perf_counter()
-            self._time(_PROBE)
-            self.paced_s = (time.perf_counter() - begin) / _PROBE
-        # In one call, so that the GPU never idles in sustained mode.
-        self._time(max(1, int(seconds / max(self.paced_s, 1e-6))), until)
+        begin = time.perf_counter()
+        # In one call, so that the GPU never idles in sustained mode; by the clock, as a step may be shorter than its
+        # own restore and launch.
+        times = self._time(_MANY, lambda: time.perf_counter() - begin >= seconds or until())
+        self.paced_s = (time.perf_counter() - begin) / len(times)
 
     def _time(self, count: int, until: Callable[[], bool] = lambda: False) -> list[float]:
         """Microseconds of so many replays, or of fewer: `until` is asked after each."""

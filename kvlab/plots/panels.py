@@ -175,7 +175,7 @@ def _panels(
     title: str,
     end: tuple[float, float] | None = None,
 ) -> tuple[Figure, np.ndarray]:
-    """The figure but for its x axes; a line of a whole step that does not reach `end` is drawn on to it."""
+    """The figure but for its x axes; a line that does not reach `end` is led there by dots."""
     panels = list(dict.fromkeys(rows["panel"]))
     phases = sorted(dict.fromkeys(rows["phase"]), key=lambda phase: [*_PHASES, phase].index(phase))
     width = min(max(1.2 + _PANEL[0] * len(panels), _WIDTHS[0]), _WIDTHS[1])
@@ -223,7 +223,8 @@ def _draw_lines(
         place: Callable[[float], float] = _apart(rows[x], i - (len(lines) - 1) / 2, x)
         known = [(place(v), g) for v, g in zip(line[x], line["gap"], strict=True) if math.isfinite(g)]
         if end and known and not (line[x] == end[0]).any():
-            known.append(end)
+            # By definition, not measured: where in between it changes is not known.
+            ax.plot(*zip(known[-1], end, strict=True), color=colour, linestyle=":", lw=0.8, zorder=1)
         if known:
             ax.plot(*zip(*known, strict=True), color=colour, linestyle=dash, lw=1.2, zorder=2)
         for _, row in line.iterrows():

@@ -35,7 +35,7 @@ VERDICT_STYLE = {
     "inconclusive": (ORANGE, "s"),
     "invalid": ("#777777", "X"),
     "unfinished": (SKY, "p"),
-    # Of whatever verdict, but timed at another pace than the mode means (`kvlab.evidence.gap_rows`: `hurried`).
+    # Of whatever verdict, but timed at another pace than the mode means (`kvlab.pace`).
     "other pace †": ("#B5B5B5", "v"),
 }
 SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from kvlab.pace import HURRIED, OTHER_PACE_WORDS
 from kvlab.plots.style import DASH, microseconds, percent, percent_interval
 from kvlab.report.answer import QUESTION, counted, headline, namer, sentences
 from kvlab.report.facts import Interval, Row, RunFacts, by_severity
@@ -71,14 +72,15 @@ def make_report(runs: Sequence[RunFacts], missing: Sequence[str] = (), title: st
     """
     rows = [row for run in runs for row in run.rows]
     name = namer(rows)
+    paced = [row for row in rows if not row.hurried] or rows
     drawn, undrawn = drawings(runs)
     return Report(
         title=title or _title(rows, runs),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         question=QUESTION,
-        headline=headline(rows),
-        counts=counted(rows),
-        sentences=tuple(sentences(rows)),
+        headline=headline(paced),
+        counts=counted(paced),
+        sentences=(*sentences(paced), *_other_pace(rows, name)),
         missing=tuple(missing),
         runs=_runs(runs) if len(runs) > 1 else None,
         verdicts=verdict_table(rows) if rows else None,
@@ -99,6 +101,14 @@ def make_report(runs: Sequence[RunFacts], missing: Sequence[str] = (), title: st
     )
 
 
+def _other_pace(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+    """Which gaps are not what their mode means, and so not counted where there are others."""
+    if not (hurried := [row for row in rows if row.hurried]):
+        return []
+    counted = "Not counted above" if len(hurried) < len(rows) else "All of these were"
+    return [f"{counted}: {OTHER_PACE_WORDS} ({HURRIED.strip()}): {'; '.join(map(name, by_severity(hurried)))}."]
+
+
 def verdict_table(rows: Sequence[Row]) -> Table:
     """A row a case and mode, worst first; columns that would say the same everywhere are left out."""
     rows = by_severity(rows)
@@ -114,7 +124,7 @@ def verdict_table(rows: Sequence[Row]) -> Table:
         columns[column] = [shown[column](row) if column in shown else str(getattr(row, column)) for row in rows]
     columns["case"] = [row.text for row in rows]
     columns["zeros"] = [microseconds(row.zeros_us) if row.zeros_us else DASH for row in rows]
-    columns["gap, % (90 % interval)"] = [estimate_text(row.gap, row.ci90) for row in rows]
+    columns["gap, % (90 % interval)"] = [estimate_text(row.gap, row.ci90) + HURRIED * row.hurried for row in rows]
     columns["A/A, % (90 % interval)"] = [estimate_text(row.aa_gap, row.aa_ci90) for row in rows]
     columns["MDE, %"] = [DASH if row.mde is None else f"{100 * row.mde:.2f}" for row in rows]
     columns["rounds"] = [row.progress if row.verdict == "unfinished" else str(row.rounds) for row in rows]

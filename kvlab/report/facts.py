@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from kvlab.errors import KvlabError, RunError
+from kvlab.pace import paces
 from kvlab.report.measured import Interval, Measured, finite
 from kvlab.run import Run, open_run
 from kvlab.stats import AGAIN, BASELINE, holm
@@ -42,6 +43,7 @@ class Row:
         parts: of the gap, with intervals: the verdict's `cause` as a mapping; empty where nobody looked.
         profiles: arm -> how its kernels add up to the timed step; empty where nothing was profiled.
         also: margin as text -> verdict there.
+        hurried: timed at another pace than the mode means, see `kvlab.pace`.
     """
 
     run: str
@@ -75,6 +77,7 @@ class Row:
     parts: Mapping[str, Any] = field(default_factory=dict)
     profiles: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, str] = field(default_factory=dict)
+    hurried: bool = False
 
     @property
     def progress(self) -> str:
@@ -156,6 +159,9 @@ def read_run(run: Run, label: str | None = None) -> RunFacts:
         for key in groups
         if key not in decided
     ]
+    of_pace = paces(run)
+    hurried = set(of_pace.loc[of_pace["hurried"], ["case", "mode"]].itertuples(index=False, name=None))
+    rows = [replace(row, hurried=(row.case, row.mode) in hurried) for row in rows]
     begun = {row.case for row in rows}
     for case, fact in facts.items():
         if case not in begun:

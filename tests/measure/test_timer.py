@@ -67,20 +67,30 @@ def test_relative_rms_is_zero_for_equals_and_scales():
 
 
 class Lanes:
-    """Graphs of 4 ms, of which each may run once at a time; counts what was launched and what was waited for."""
+    """Graphs of 4 ms of one stream, each with one pair of events: a lane that is launched again before its last replay
+    was read would lose it."""
 
     def __init__(self, number, now):
-        self.now, self.running, self.launched, self.most = now, [], 0, 0
-        self.lanes = [type("Lane", (), {"graph": self, "elapsed_us": self.wait})() for _ in range(number)]
+        self.now, self.order, self.launched, self.most = now, [], 0, 0
+        self.lanes = [Lane(self) for _ in range(number)]
+
+
+class Lane:
+    def __init__(self, card):
+        self.card, self.graph, self.replays = card, self, []
 
     def replay(self):
-        self.launched += 1
-        self.running.append(self.launched)
-        self.most = max(self.most, len(self.running))
+        assert not self.replays, "launched again before its last replay was read"
+        self.card.launched += 1
+        self.replays.append(self.card.launched)
+        self.card.order.append(self)
+        self.card.most = max(self.card.most, len(self.card.order))
 
-    def wait(self):
-        self.now[0] += 0.004
-        return 1000.0 * self.running.pop(0)
+    def elapsed_us(self):
+        assert self.card.order[0] is self, "another replay runs before this one"
+        self.card.order.pop(0)
+        self.card.now[0] += 0.004
+        return 1000.0 * self.replays.pop()
 
 
 @pytest.fixture
@@ -103,6 +113,8 @@ def test_a_graph_settles_for_the_time_that_replays_take_with_their_restores(grap
     timer.settle(0.2)
     assert timer.paced_s == pytest.approx(0.004)
     assert card.now[0] == pytest.approx(0.2, abs=0.02)
+    timer.settle(1.0)
+    assert card.now[0] == pytest.approx(1.2, abs=0.04)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -113,7 +125,7 @@ def test_every_replay_that_is_launched_is_waited_for_in_order(graph_timer, lanes
     asked = []
     times = timer._time(count, lambda: asked.append(1) or (stop is not None and len(asked) >= stop))
     assert times == [1000.0 * n for n in range(1, card.launched + 1)]
-    assert not card.running
+    assert not card.order
     # Two graphs: one is queued while the other runs; so one more is through before a stop takes hold.
     assert card.most == min(lanes, count)
     assert len(times) == (count if stop is None else min(count, stop + lanes - 1))
