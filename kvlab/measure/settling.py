@@ -15,7 +15,7 @@ from kvlab.measure.timer import Timer
 
 # Seconds of replays until a cap that will hold the clock does: after 0.16 to 0.19 s at 100 W above it, later nearer to
 # it. So long, too, no reading tells of a cap once the card is free of it.
-SETTLE_S = 1.0
+SETTLE_S = 0.8
 # And under a cap, or where nothing tells whether there is one: so long, and by chance up to a period of the swing more,
 # so that visits meet what is left of it in every phase.
 SETTLE_CAPPED_S, SWING_S = 5.0, 1.0

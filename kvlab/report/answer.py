@@ -32,6 +32,8 @@ def headline(rows: Sequence[Row]) -> str:
         return "Nothing is decided yet: no case is finished."
     if different := counts.get("different", 0):
         where = f"in {different} of {_number(rows)}" if len(rows) > 1 else "in the one case measured"
+        steps = {_step(row) for row in rows if row.verdict == "different"}
+        where += f" (of {_count(len(steps), 'step', 'steps')})" if len(steps) < different else ""
         real = sum(row.verdict == "different" and row.routing == "real" for row in rows)
         which = "all" if real == different else f"{real}"
         but = f" ({which} with real routing, whose gap is not the KV cache's alone)" if real else ""
@@ -40,6 +42,11 @@ def headline(rows: Sequence[Row]) -> str:
         where = f"in all {_number(rows)}" if len(rows) > 1 else "in the one case measured"
         return f"No, not beyond {within}: {where}, a step takes the same time under {what} KV as under zeros."
     return f"Not settled: of {_number(rows)}, {counts_text(counts)}."
+
+
+def _step(row: Row) -> tuple[str, ...]:
+    """What several runs may have measured, whatever they call it."""
+    return row.model, row.gpu, row.routing, row.text.partition("=")[2], row.mode, row.arm
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
