@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from kvlab.causes import Cause, Part, find_cause
@@ -36,11 +37,7 @@ def explain(
         `selection` (arm -> what sparse attention chose) where there is any.
     """
     case = step.case.name
-    # As long as in the rounds.
-    throttled = run.samples_of(case, mode).get("throttled")
-    # A card without sensors may be held.
-    capped = mode == "sustained" and (throttled is None or bool(throttled.eq(True).any()))
-    settle = SETTLE_S + SETTLE_CAPPED_S if capped else None
+    settle = settle_seconds(run.samples_of(case, mode), mode)
     profiles: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for arm in plan.arms:
@@ -62,6 +59,14 @@ def explain(
     if chosen:
         told["selection"] = {name: _selected(step, picks, chosen[BASELINE]) for name, picks in chosen.items()}
     return told
+
+
+def settle_seconds(samples: pd.DataFrame, mode: str) -> float | None:
+    """How long a profile settles first, as long as the rounds did; None for the profile's own choice."""
+    throttled = samples.get("throttled")
+    # A card without sensors may be held.
+    capped = throttled is None or bool(throttled.eq(True).any())
+    return SETTLE_S + SETTLE_CAPPED_S if mode == "sustained" and capped else None
 
 
 def cause_record(cause: Cause) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import json
 
+import pandas as pd
 import pytest
 
 import kvlab
-from kvlab.explain import cause_record
+from kvlab.explain import cause_record, settle_seconds
+from kvlab.measure.settling import SETTLE_CAPPED_S, SETTLE_S
 from kvlab.run import open_run
 from kvlab.verdict_table import explanation, verdict_table
 
@@ -107,3 +109,18 @@ def test_parts_are_printed_with_their_intervals():
         " +7.87% of the step; neither +87 us, +0.13% of the step"
     ]
     assert parts_told({"other": {"us": 1.0, "of_step": 0.1}}) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "throttled", "long"),
+    [
+        ("sustained", [True, False], True),
+        ("sustained", [False, False], False),
+        ("sustained", None, True),  # no sensors, so no such column
+        ("isolated", [True, True], False),
+        ("isolated", None, False),
+    ],
+)
+def test_a_profile_settles_as_long_as_the_rounds_did(mode, throttled, long):
+    samples = pd.DataFrame({"us": [1.0, 2.0]} | ({} if throttled is None else {"throttled": throttled}))
+    assert settle_seconds(samples, mode) == (SETTLE_S + SETTLE_CAPPED_S if long else None)
