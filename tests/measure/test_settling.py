@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -110,3 +111,65 @@ def test_what_is_kept_is_in_order_and_evenly_spread(times, most):
     places = [index for index, _ in kept]
     steps = {after - before for before, after in pairwise(places)}
     assert not steps or max(steps) - min(steps) <= 1
+
+
+class Capped(Timer):
+    """A step of 28 ms on a card whose cap bites after `bites` seconds under random contents and swings from then on."""
+
+    kind, mode, paced_s = "simulated", "sustained", 0.028
+
+    def __init__(self, slower, swing, decay_s, period_s, bites_s=0.18, sensors=True):
+        self.now, self.readings, self.sensors, self.rng = 0.0, [], sensors, np.random.default_rng(0)
+        self.slower, self.swing, self.decay_s, self.period_s, self.bites_s = slower, swing, decay_s, period_s, bites_s
+
+    def fill(self, arm):
+        self.arm, self.changed, self.readings = arm, self.now, []
+
+    def time(self, count):
+        times = []
+        for _ in range(count):
+            since = self.now - self.changed
+            capped = self.arm == "random" and since > self.bites_s
+            wave = self.swing * np.exp(-since / self.decay_s) * np.cos(2 * np.pi * since / self.period_s)
+            slow = (1 + self.slower) * (1 + wave) if capped else 1.0
+            times.append(28_000.0 * slow * (1 + 1e-3 * self.rng.standard_normal()))
+            self.now += times[-1] / 1e6
+            if self.sensors:
+                self.readings.append(SimpleNamespace(t_s=self.now, throttled=capped))
+        return times
+
+    def settle(self, seconds, until=lambda: False):
+        deadline = self.now + seconds
+        while self.now < deadline and not until():
+            self.time(1)
+
+    def output(self):
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "card"),
+    [
+        ("dies away", {"swing": 0.04, "decay_s": 1.5, "period_s": 1.0}),
+        ("dies away slowly, in another period than a visit's", {"swing": 0.04, "decay_s": 3.0, "period_s": 1.6}),
+        ("never dies away", {"swing": 0.01, "decay_s": 1e9, "period_s": 1.6}),
+        ("bites late", {"swing": 0.0, "decay_s": 1.0, "period_s": 1.0, "bites_s": 0.7}),
+        ("no sensor tells", {"swing": 0.04, "decay_s": 1.5, "period_s": 1.0, "sensors": False}),
+    ],
+)
+def test_a_gap_under_a_cap_is_found_whatever_the_swing(monkeypatch, what, card):
+    """Rounds as a study times them: each visit settles anew. The mean of some studies tells of what they have alike."""
+    found, slower = [], -0.01
+    for study in range(6):
+        timer, rng = Capped(slower, **card), np.random.default_rng(study)
+        monkeypatch.setattr(settling.time, "perf_counter", lambda timer=timer: timer.now)
+        ratios = []
+        for _ in range(8):
+            median = {}
+            for arm in rng.permutation(["zeros", "random"]):
+                timer.fill(arm)
+                capped = settle(timer, timer, more=rng.uniform(0, SWING_S))
+                median[arm] = np.median(visit(timer, 5, 1, capped))
+            ratios.append(median["random"] / median["zeros"] - 1)
+        found.append(np.median(ratios))
+    assert np.mean(found) == pytest.approx(slower, abs=2.5e-3), what
