@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from kvlab import evidence, lab_tables, pace, plots
-from kvlab.measure.settling import SETTLE_CAPPED_S
+from kvlab.measure.settling import SETTLE_CAPPED_S, SWING_S
 from kvlab.plots.style import percent, tokens
 from kvlab.report.content import estimate_text
 from kvlab.run import Run, open_run
@@ -124,7 +124,7 @@ class Page:
                 lambda rows: plots.plot_settling(
                     rows,
                     self.recorded("readings"),
-                    timed=(SETTLE_CAPPED_S, SETTLE_CAPPED_S + 1),
+                    timed=(SETTLE_CAPPED_S, SETTLE_CAPPED_S + 2 * SWING_S),
                     power_limit_watts=evidence.power_limit(self.runs),
                     title=f"{self.settled_step}, replays back to back, after the contents of its KV cache change",
                 )[0],
