@@ -177,7 +177,7 @@ def other_arms(runs: Iterable[Run]) -> pd.DataFrame:
     """
     rows = gap_rows(runs)
     usual = rows["arm"].map(lambda arm: zero_fraction(arm) is not None or arm.startswith("mix(kv="))
-    return _last(rows[~usual.astype(bool) & rows["gap"].notna()], [*STEP, "mode", "arm"], ["rounds", "utc"])
+    return _speaking(rows[~usual.astype(bool) & rows["gap"].notna()], [*STEP, "arm"])
 
 
 def power_limit(runs: Iterable[Run]) -> float | None:
@@ -222,17 +222,17 @@ def find_causes(
     causes = {}
     for row in rows.to_dict("records"):
         key = step_key(row)
+        run = by_path[row["path"]]
+        verdict = run.verdict_of(row["case"], row["mode"]) or {}
         # The run's own before another's of the same step.
-        own = (by_path[row["path"]].verdict_of(row["case"], row["mode"]) or {}).get("cause")
-        known = own or stored.get(key)
+        known = verdict.get("cause") or stored.get(key)
         # Another run of the same step may have seen no gap where this one did.
         if known and not (known["kind"] == "none" and row["verdict"] == "different"):
             causes[key] = known
             continue
-        run = by_path[row["path"]]
         telemetry = run.telemetry
         of = telemetry[(telemetry["case"] == row["case"]) & (telemetry["mode"] == row["mode"])]
-        moved = (run.verdict_of(row["case"], row["mode"]) or {}).get("routing_moved") or {}
+        moved = verdict.get("routing_moved") or {}
         try:
             samples = run.samples_of(row["case"], row["mode"])
             routed = moved.get(row["arm"], counted.get((row["model"], row["routing"], row["case"])))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pandas as pd
 
+from kvlab.plots.style import OTHER_PACE
 from kvlab.run import Run
 
 # Facts of a case that tell of such a pace: mode -> column of `Run.cases`.
 _PACED = {"isolated": "rest_isolated_share", "sustained": "settle_capped_s"}
 _SLOWED = 0.1  # of a case's samples: fewer throttled ones do not tell of a step that the power cap slows
-# In place of the verdict in a figure, behind the gap in a table; and what it means.
-OTHER_PACE = "other pace †"
+# Behind the gap in a table; and what it means.
 HURRIED = " †"
 OTHER_PACE_WORDS = (
     "timed at another pace than the mode means, where the power cap held the clock, by an earlier kvlab: isolated"

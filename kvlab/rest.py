@@ -66,8 +66,10 @@ class Rest:
 
 
 def rest_of(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:
-    """The rest of the step's case in the timer's mode: as the run has it, so that all its rounds are alike, or found
-    and stored, as is, of sustained rounds, how long they settle under a cap. Sets `timer.rest`."""
+    """The rest of the step's case in the timer's mode: as the run has it, so that all its rounds are alike, or found.
+
+    Sets `timer.rest`, and stores what `kvlab.pace` reads: the rest, and how long sustained rounds settle under a cap.
+    """
     name, key = step.case.name, f"rest_{timer.mode}"
     stored = run.facts_of(name).get(key)
     if stored:

@@ -272,7 +272,8 @@ class Study:
                 self.run.case_facts(name, warm_up_s=warm - begin, measure_s=time.perf_counter() - warm)
             verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
             verdict["plan"] = rounds.as_dict()
-            verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]} if rest.share else {}
+            if rest.share:
+                verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]}
             if plan.explain:
                 try:
                     verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)

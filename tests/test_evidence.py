@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvlab import evidence, lab_tables, pace
 from kvlab.kernel_gaps import kernel_gap_table
 from kvlab.lab import COMMITTED
-from kvlab.plots.style import MINUS, VERDICT_STYLE
+from kvlab.plots.style import MINUS, OTHER_PACE, VERDICT_STYLE
 from kvlab.run import Run, open_run
 
 
@@ -101,8 +101,8 @@ def test_a_capped_step_of_before_the_rests_or_the_settling_is_hurried_and_no_oth
 
 def test_a_figure_sets_hurried_gaps_apart_from_every_verdict():
     rows = pd.DataFrame([row(), row(hurried=True, verdict="different"), row(verdict="invalid")])
-    assert pace.drawn(rows)["verdict"].tolist() == ["equivalent", pace.OTHER_PACE, "invalid"]
-    assert pace.OTHER_PACE in VERDICT_STYLE
+    assert pace.drawn(rows)["verdict"].tolist() == ["equivalent", OTHER_PACE, "invalid"]
+    assert OTHER_PACE in VERDICT_STYLE
 
 
 def test_top_k_is_a_line_where_a_step_was_measured_at_several():

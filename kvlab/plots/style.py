@@ -28,6 +28,8 @@ BANDS = ("#DCE9F5", "#BDD5EC", "#9DBFE0")
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
+# In place of a verdict, whatever it is, of what was timed at another pace than the mode means (`kvlab.pace`).
+OTHER_PACE = "other pace †"
 # verdict -> colour, marker; what has no verdict yet is drawn like "unfinished".
 VERDICT_STYLE = {
     "equivalent": (GREEN, "o"),
@@ -35,8 +37,7 @@ VERDICT_STYLE = {
     "inconclusive": (ORANGE, "s"),
     "invalid": ("#777777", "X"),
     "unfinished": (SKY, "p"),
-    # Of whatever verdict, but timed at another pace than the mode means (`kvlab.pace`).
-    "other pace †": ("#B5B5B5", "v"),
+    OTHER_PACE: ("#B5B5B5", "v"),
 }
 SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":")

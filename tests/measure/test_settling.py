@@ -20,10 +20,19 @@ RECORDED = Path(__file__).parents[2] / "data" / "benchmarks" / "cap_settling"
 LATE_S = 5.0
 
 
-class Playback(Timer):
+class Simulated(Timer):
+    """Settles as every timer does, by a clock that tests put in place of the real one."""
+
+    mode, now = "sustained", 0.0
+
+    def output(self):
+        return torch.zeros(1)
+
+
+class Playback(Simulated):
     """The replays of one recorded visit, in simulated time; its `readings` are those that were taken so far."""
 
-    kind, mode = "playback", "sustained"
+    kind = "playback"
 
     def __init__(self, number):
         of = {name: pd.read_parquet(RECORDED / f"{name}.parquet") for name in ("replays", "readings")}
@@ -32,7 +41,7 @@ class Playback(Timer):
         self.us = replays["us"].tolist()
         self.recorded = [SimpleNamespace(t_s=row.t_s, throttled=row.throttled) for row in readings.itertuples()]
         self.late = replays.loc[replays["t_s"] > LATE_S, "us"] if self.fill == "random" else replays["us"][5:]
-        self.now, self.next, self.paced_s = 0.0, 0, self.us[0] / 1e6
+        self.next, self.paced_s = 0, self.us[0] / 1e6
 
     @property
     def readings(self):
@@ -44,14 +53,6 @@ class Playback(Timer):
         self.next += count
         self.now += sum(times) / 1e6
         return times
-
-    def settle(self, seconds, until=lambda: False):
-        deadline = self.now + seconds
-        while self.now < deadline and not until():
-            self.time(1)
-
-    def output(self):
-        return torch.zeros(1)
 
 
 @pytest.fixture
@@ -113,13 +114,13 @@ def test_what_is_kept_is_in_order_and_evenly_spread(times, most):
     assert not steps or max(steps) - min(steps) <= 1
 
 
-class Capped(Timer):
+class Capped(Simulated):
     """A step of 28 ms on a card whose cap bites after `bites` seconds under random contents and swings from then on."""
 
-    kind, mode, paced_s = "simulated", "sustained", 0.028
+    kind, paced_s = "simulated", 0.028
 
     def __init__(self, slower, swing, decay_s, period_s, bites_s=0.18, sensors=True):
-        self.now, self.readings, self.sensors, self.rng = 0.0, [], sensors, np.random.default_rng(0)
+        self.readings, self.sensors, self.rng = [], sensors, np.random.default_rng(0)
         self.slower, self.swing, self.decay_s, self.period_s, self.bites_s = slower, swing, decay_s, period_s, bites_s
 
     def fill(self, arm):
@@ -137,14 +138,6 @@ class Capped(Timer):
             if self.sensors:
                 self.readings.append(SimpleNamespace(t_s=self.now, throttled=capped))
         return times
-
-    def settle(self, seconds, until=lambda: False):
-        deadline = self.now + seconds
-        while self.now < deadline and not until():
-            self.time(1)
-
-    def output(self):
-        return torch.zeros(1)
 
 
 @pytest.mark.parametrize(
