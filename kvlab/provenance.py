@@ -224,9 +224,17 @@ def _commit() -> str | None:
 
 
 def _command() -> str:
-    """`sys.argv` as one would type it, the program without its folder."""
+    """`sys.argv` as one would type it in the checkout: a program without its folder, a script from there on."""
     program, *arguments = sys.argv or [""]
-    return shlex.join([Path(program).name, *map(_without_home, arguments)])
+    return shlex.join([*_program(Path(program).absolute()), *map(_without_home, arguments)])
+
+
+def _program(path: Path) -> list[str]:
+    if path.suffix != ".py":
+        return [path.name]
+    if path.name == "__main__.py":
+        return ["kvlab"] if path.parent == _PACKAGE_ROOT / "kvlab" else ["python", "-m", path.parent.name]
+    return ["python", path.relative_to(_PACKAGE_ROOT).as_posix() if path.is_relative_to(_PACKAGE_ROOT) else path.name]
 
 
 def _environment() -> dict[str, str]:

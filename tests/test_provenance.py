@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ SMI = """\
 2, GPU-cccc-3, NVIDIA H200, 580.95.05, 143771, 9.0, 1980, 3201, 700.00, Disabled
 """
 SPLIT = SMI.replace("Disabled", "Enabled", 1)
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class FakeCuda:
@@ -195,6 +197,21 @@ def test_environment_is_kept_without_secrets_homes_and_hosts(monkeypatch):
     assert not {"s3cret", "10.0.0.1"} & set(kept.values())
     assert not {"HF_TOKEN", "PATH_OF_MINE"} & set(kept)
     assert found["command"] == "kvlab check '~/my model' '--out=~'"
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("/somewhere/bin/kvlab", "kvlab"),
+        (str(ROOT / "kvlab" / "__main__.py"), "kvlab"),
+        (str(ROOT / "benchmarks" / "fills.py"), "python benchmarks/fills.py"),
+        ("/home/alice/mine.py", "python mine.py"),
+        ("/usr/lib/python3/site-packages/pytest/__main__.py", "python -m pytest"),
+    ],
+)
+def test_the_command_can_be_typed_again_in_the_checkout(monkeypatch, program, command):
+    monkeypatch.setattr(sys, "argv", [program, "x"])
+    assert machine()["command"] == f"{command} x"
 
 
 def test_no_person_and_no_host_is_named(monkeypatch):
