@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,22 @@ def _case_from_mapping(entry: Any, where: str) -> Case:
         return Case(name, tuple(requests))
     except CaseError as error:
         raise CaseError(f"{where}: {error}") from None
+
+
+def distinct_cases(cases: Iterable[Case | str]) -> list[Case]:
+    """The cases, parsed.
+
+    Raises:
+        CaseError: for none, or two of one name.
+    """
+    listed = [cases] if isinstance(cases, str | Case) else cases
+    parsed = [parse_case(case) if isinstance(case, str) else case for case in listed]
+    if not parsed:
+        raise CaseError("no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096")
+    names = [case.name for case in parsed]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise CaseError(f"two cases are named {repeated[0]!r}; name each case once")
+    return parsed
 
 
 def claim_cases(longest: int | None = None) -> list[Case]:

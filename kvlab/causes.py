@@ -123,10 +123,10 @@ def find_cause(
         StudyError: as `round_ratios`.
     """
     gap = arm_estimate(samples, arm, baseline)
-    step = float(samples.loc[samples["arm"] == baseline, "us"].median())
     kernels, telemetry = _of_same_step(kernels, samples), _of_same_step(telemetry, samples)
     roles = _by_role(kernels, arm, baseline)
     us = round_table(samples)
+    step = float(us[baseline].median())
     clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
     mhz = _by_arm("sm_mhz", arm, baseline, telemetry, samples)
     indexer, kv, interaction = role_effects(us, arm, baseline)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.cases import Case, claim_cases, jitter_kv_lens, load_cases, parse_case
+from kvlab.cases import Case, claim_cases, distinct_cases, jitter_kv_lens, load_cases, parse_case
 from kvlab.errors import CaseError, KvlabError
 from kvlab.options import BAD_INPUT, engine_options, make_parser, study_options, sweep_axes
 
@@ -83,7 +83,6 @@ def _loaded(args: argparse.Namespace) -> Iterator[tuple[Any, list[Case]]]:
             "no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096, or --claim for the claim's"
         )
     from kvlab.engines.load import load_engine, longest_context
-    from kvlab.study import distinct_cases
 
     options = engine_options(args)
     limit = longest_context(args.model, args.engine, options) or sys.maxsize

@@ -20,6 +20,8 @@ from kvlab.errors import StudyError
 from kvlab.intervals import Floats, bootstrap_interval, checked, hodges_lehmann, student_quantile
 
 BASELINE = "zeros"
+# Of `kvlab.measure.timer.MODES`.
+SUSTAINED = "sustained"
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def arm_estimate(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> E
 
 
 def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
-    """log(arm / baseline) of each round that holds both, in round order; a round's value is its replays' median.
+    """log(arm / baseline) of each round that holds both, in round order, of the times in `round_table`.
 
     Flagged replays (throttled, say) count like any other.
 
@@ -138,8 +140,13 @@ def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> F
 
 
 def round_table(samples: pd.DataFrame) -> pd.DataFrame:
-    """Median time of each round (row, in order) under each arm (column), NaN where a round lacks the arm."""
-    return _medians(samples).unstack("arm")
+    """Microseconds of each round (row, in order) under each arm (column), NaN where a round lacks the arm.
+
+    The median of the arm's replays. Of sustained ones that a power cap held, or may have held, their mean: the clock
+    swings from replay to replay there, their median is where the swing dwells longest, and what a busy card takes for a
+    step is the time of many over their number (`kvlab.measure.settling` times whole periods of the swing).
+    """
+    return _round_values(samples).unstack("arm")
 
 
 def table_ratios(table: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
@@ -157,7 +164,7 @@ def table_ratios(table: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Flo
 def position_bias(samples: pd.DataFrame, level: float = 0.90) -> pd.DataFrame:
     """How much slower each position in the round is than its round, the arms' own times taken out.
 
-    A least-squares fit of the log medians by round, arm and position gives the arms' levels; they are subtracted, and a
+    A least-squares fit of the log times by round, arm and position gives the arms' levels; they are subtracted, and a
     position's value in a round is what is left against the round's mean.
 
     Args:
@@ -172,7 +179,7 @@ def position_bias(samples: pd.DataFrame, level: float = 0.90) -> pd.DataFrame:
     """
     if not 0 < level < 1:
         raise StudyError(f"interval level {level} is out of range; give a fraction in (0, 1), 0.90 for 90 %")
-    table = np.log(_medians(samples, "position")).reset_index(name="y")
+    table = np.log(_round_values(samples, "position")).reset_index(name="y")
     arms = table["arm"].nunique()
     table = table[table.groupby("round")["arm"].transform("nunique") == arms]
     if table.empty:
@@ -200,8 +207,8 @@ def position_bias(samples: pd.DataFrame, level: float = 0.90) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _medians(samples: pd.DataFrame, *more: str) -> pd.Series:
-    """Median time by (round, arm, *more), sorted, in microseconds."""
+def _round_values(samples: pd.DataFrame, *more: str) -> pd.Series:
+    """Time by (round, arm, *more), sorted, in microseconds."""
     keys = ["round", "arm", *more]
     if missing := [c for c in [*keys, "us"] if c not in samples]:
         raise StudyError(f"samples lack column {missing[0]!r}; they need {', '.join(keys)}, us")
@@ -221,4 +228,9 @@ def _medians(samples: pd.DataFrame, *more: str) -> pd.Series:
             f"round {row['round']}, arm {row['arm']!r}: a replay took {row['us']} us; times are positive and finite,"
             " so the timer is at fault: time the round again"
         )
-    return samples.groupby(keys, observed=True)["us"].median()
+    by_visit = samples.groupby(keys, observed=True)["us"]
+    if not {"mode", "throttled"} <= set(samples):
+        return by_visit.median()
+    held = (samples["mode"] == SUSTAINED) & ~samples["throttled"].eq(False).fillna(False).astype(bool)
+    swinging = held.groupby([samples[key] for key in keys], observed=True).any()
+    return by_visit.median().mask(swinging, by_visit.mean())

@@ -173,11 +173,13 @@ def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
 def other_arms(runs: Iterable[Run]) -> pd.DataFrame:
     """The gaps of contents that are neither random, nor zero in part, nor a mix of such: `prefill`, shapes of scores.
 
-    Columns as of `gap_rows`, one row a step, mode and arm.
+    Columns as of `gap_rows`, one row a step, mode and arm; with the row of `random` that was timed beside them.
     """
     rows = gap_rows(runs)
-    usual = rows["arm"].map(lambda arm: zero_fraction(arm) is not None or arm.startswith("mix(kv="))
-    return _speaking(rows[~usual.astype(bool) & rows["gap"].notna()], [*STEP, "arm"])
+    rows = rows[rows["gap"].notna()]
+    usual = rows["arm"].map(lambda arm: zero_fraction(arm) is not None or arm.startswith("mix(kv=")).astype(bool)
+    beside = (~usual).groupby([rows[key] for key in ("path", "case", "mode")]).transform("any")
+    return _speaking(rows[~usual | (beside & (rows["arm"] == "random"))], [*STEP, "arm"])
 
 
 def power_limit(runs: Iterable[Run]) -> float | None:

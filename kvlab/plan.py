@@ -53,7 +53,7 @@ class Plan:
         rounds: randomised rounds over all arms, fixed beforehand; None where a pilot of each case decides.
         budget: seconds of rounds a case and mode that the pilot may plan for.
         replays, discard: timed replays per arm and round, after discarded ones; of a busy card under a power cap more,
-            a second of them.
+            two seconds of them.
         seed: of tokens, contents and orders.
         explain: profile the kernels of each arm after the rounds, and name the cause of the gap.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from kvlab.engines.base import Step
 from kvlab.measure.sampler import PERIOD_S, RESTING_PERIOD_S, Sampler
 from kvlab.measure.schedule import round_order
-from kvlab.measure.settling import SETTLED_S, SWING_S, settle, visit
+from kvlab.measure.settling import MORE_S, SETTLED_S, settle, visit
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import Plan
@@ -83,7 +83,7 @@ def measure_round(
 
 def _more(seed: int, index: int, position: int) -> float:
     """Seconds of the settling that chance decides, the same for the same visit."""
-    return float(np.random.default_rng((seed, index, position)).uniform(0.0, SWING_S))
+    return float(np.random.default_rng((seed, index, position)).uniform(0.0, MORE_S))
 
 
 def _discard(timer: Timer, count: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvlab.cases import Case, parse_case
+from kvlab.cases import Case, distinct_cases
 from kvlab.engines.base import Engine, Step
 from kvlab.errors import CapacityError, CaseError, EngineError, StudyError
 from kvlab.estimates import round_ratios
@@ -65,7 +65,7 @@ def check(
         rounds: randomised rounds over all arms; a verdict needs at least `kvlab.stats.MIN_ROUNDS`. By default a
             pilot of `kvlab.pilot.PILOT_ROUNDS` rounds decides, see `kvlab.pilot.plan_rounds`.
         budget: seconds of rounds a case and mode that the pilot may plan for.
-        replays, discard: timed replays per arm and round, after discarded ones; under a power cap, sustained, a second.
+        replays, discard: timed replays per arm and round, after discarded ones; under a power cap, sustained, 2 s.
         explain: profile each arm's kernels after the rounds, and name the cause of the gap.
         out: folder of the run; `runs/MODEL-ENGINE-TIME` when absent. A folder with an unfinished run of the same
             study is gone on with.
@@ -99,22 +99,6 @@ def check(
         for case in parsed:
             study.check_case(engine, case)
     return study.run
-
-
-def distinct_cases(cases: Iterable[Case | str]) -> list[Case]:
-    """The cases, parsed.
-
-    Raises:
-        CaseError: for none, or two of one name.
-    """
-    listed = [cases] if isinstance(cases, str | Case) else cases
-    parsed = [parse_case(case) if isinstance(case, str) else case for case in listed]
-    if not parsed:
-        raise CaseError("no case given; add --case NAME=[N*]Q[@K][c][:D], e.g. --case decode=4*1@4096")
-    names = [case.name for case in parsed]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise CaseError(f"two cases are named {repeated[0]!r}; name each case once")
-    return parsed
 
 
 def default_folder(engine: Engine) -> Path:
@@ -230,9 +214,9 @@ class Study:
                 found = Examination(culprits=(str(error),))
             for mode in todo:
                 self._index += 1
-                verdict = self._verdict(step, found, mode, begin)
-                head = verdict_head(engine, case, self.plan, mode, self.run.path)
-                self.run.add_verdict(case.name, mode, {**head, **facts, **verdict})
+                head = {**verdict_head(engine, case, self.plan, mode, self.run.path), **facts}
+                for verdict in self._verdicts(step, found, mode, begin):
+                    self.run.add_verdict(case.name, mode, {**head, **verdict})
                 self._tick(case.name, mode, verdict["rounds"], verdict["rounds"], told(verdict), decided=True)
                 begin = time.perf_counter()
         finally:
@@ -245,15 +229,17 @@ class Study:
         step.prefilled = prefilled
         return step
 
-    def _verdict(self, step: Step | None, found: Examination, mode: str, begin: float) -> dict[str, Any]:
+    def _verdicts(self, step: Step | None, found: Examination, mode: str, begin: float) -> Iterator[dict[str, Any]]:
+        """The verdict, then with its cause: who is stopped while that is looked for has the first."""
         if step is None or found.culprits:
-            return failed_verdict(self.plan, found.culprits, found.finite)
+            yield failed_verdict(self.plan, found.culprits, found.finite)
+            return
         try:
-            return self._measure(step, found, mode, begin)
+            yield from self._measured(step, found, mode, begin)
         except EngineError as error:
-            return failed_verdict(self.plan, [str(error)], found.finite)
+            yield failed_verdict(self.plan, [str(error)], found.finite)
 
-    def _measure(self, step: Step, found: Examination, mode: str, begin: float) -> dict[str, Any]:
+    def _measured(self, step: Step, found: Examination, mode: str, begin: float) -> Iterator[dict[str, Any]]:
         name, plan = step.case.name, self.plan
         # What an earlier process saw in its rounds counts as much as what this one sees.
         seen = self.run.facts_of(name).get(f"nonfinite_{mode}", ())
@@ -261,8 +247,8 @@ class Study:
         step.fill(plan.arms[0].fill, plan.seed)
         timer = make_timer(step, mode)
         try:
-            facts = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
-            self.run.case_facts(name, **found.facts, **facts, **captured(step, timer))
+            how = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
+            self.run.case_facts(name, **found.facts, **how, **captured(step, timer))
             rest = rest_of(self.run, step, timer, plan, self._telemetry)
             timer.settle(_WARM_UP)
             warm = time.perf_counter()
@@ -274,13 +260,13 @@ class Study:
             verdict["plan"] = rounds.as_dict()
             if rest.share:
                 verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]}
+            yield verdict
             if plan.explain:
                 try:
-                    verdict |= explain(step, timer, plan, mode, self.run, found.routing_moved)
+                    yield verdict | explain(step, timer, plan, mode, self.run, found.routing_moved)
                 except EngineError as error:
                     # The times stand without it; the same call again tries once more.
-                    verdict["reasons"] = [*verdict["reasons"], f"no cause was looked for: {error}"]
-            return verdict
+                    yield {**verdict, "reasons": [*verdict["reasons"], f"no cause was looked for: {error}"]}
         finally:
             timer.close()
 

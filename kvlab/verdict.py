@@ -12,6 +12,7 @@ import pandas as pd
 from kvlab.cases import Case
 from kvlab.causes import gap_in_cycles
 from kvlab.engines.base import Engine
+from kvlab.estimates import round_table
 from kvlab.examination import Examination
 from kvlab.measure.telemetry import CLOCK_FLOOR
 from kvlab.plan import Plan
@@ -69,7 +70,7 @@ def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[
         for arm in plan.compared
     }
     decision = decisions[plan.claim.name]
-    medians = samples.groupby("arm")["us"].median()
+    medians = round_table(samples).median()
     flagged = float(_flagged(samples).mean())
     reasons = list(decision.reasons)
     if real:

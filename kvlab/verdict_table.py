@@ -35,7 +35,8 @@ def verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
     ]
     lines = [pd.DataFrame(rows).to_string(index=False)]
     for v in verdicts:
-        lines += [f"  {v['case']}, {v['mode']}: {told}" for told in (*_planned(v), *v["reasons"], *_clocks(v))]
+        said = (*_planned(v), *v["reasons"], *_other_arms(v), *_clocks(v))
+        lines += [f"  {v['case']}, {v['mode']}: {told}" for told in said]
     return "\n".join(lines)
 
 
@@ -143,6 +144,15 @@ def _planned(verdict: dict[str, Any]) -> list[str]:
     """How many rounds a pilot decided on, and why."""
     plan = verdict.get("plan") or {"limit": "given"}
     return [] if plan["limit"] == "given" else [str(RoundPlan(**plan))]
+
+
+def _other_arms(verdict: dict[str, Any]) -> list[str]:
+    """The gaps of the arms that the row is not about."""
+    return [
+        f"{name} is {_percent(of['gap'])} ({_interval(of['ci90'])}) off zeros, {of['verdict']}."
+        for name, of in (verdict.get("arms") or {}).items()
+        if name != verdict["arm"]
+    ]
 
 
 def _clocks(verdict: dict[str, Any]) -> list[str]:

@@ -92,6 +92,8 @@ others = lab.stored(source, lambda run: len(evidence.other_arms([run])))
 if others:
     display(Markdown(lab.origin(*others)))
     rows = lab_tables.with_places(evidence.other_arms(others))
-    display(plots.plot_claim(rows, group="place", label="arm", title="Gap of other contents against zero KV")[0])
+    display(
+        plots.plot_claim(rows, group="place", label="arm", title="Gap of random and other contents against zero KV")[0]
+    )
 else:
     display(Markdown("Not measured on this card yet."))

@@ -320,7 +320,7 @@ def test_an_arm_that_was_not_measured_is_refused():
 
 
 def test_a_measured_run_gives_the_cause_that_was_found_by_hand():
-    table = pd.read_parquet(H200 / "vllm-llama-3.1-8b-isolated" / "samples.parquet")
+    table = pd.read_parquet(H200 / "vllm-llama-3.1-8b-sustained" / "samples.parquet")
     found = find_cause(table[table["case"] == "hit100k"])
     assert found.kind == "clocks"
     assert found.gap.gap > 0.1

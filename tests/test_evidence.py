@@ -180,7 +180,7 @@ def test_committed_runs_have_a_row_a_step_and_mode():
 
 
 def test_a_run_without_a_verdict_is_passed_over(tmp_path):
-    shutil.copytree(COMMITTED / "vllm-llama-3.1-8b-isolated", tmp_path / "whole")
+    shutil.copytree(COMMITTED / "vllm-gpt-oss-20b-isolated", tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "empty")
     record = json.loads((tmp_path / "empty" / "provenance.json").read_text())
     (tmp_path / "empty" / "provenance.json").write_text(json.dumps({**record, "verdicts": []}))
@@ -216,14 +216,16 @@ def test_parts_of_a_gap_are_those_of_its_kernels(profiled: Run):
     shares = evidence.sparsity_gaps([profiled], "zero_fraction")
     assert set(shares["zero_fraction"]) == {0.0, 0.5}
     assert set(shares["arm"]) == {"random", "random(zero_fraction=0.5)"}
-    assert set(evidence.other_arms([profiled])["arm"]) == {"constant(0.01)"}
+    others = evidence.other_arms([profiled])
+    assert others["arm"].tolist() == ["random", "constant(0.01)"] * 2
+    assert evidence.other_arms([open_run(COMMITTED / "vllm-llama-3.1-8b-sustained")]).empty
 
 
 def test_the_profiled_case_of_a_model_has_its_largest_gap(profiled: Run):
     ((run, case, mode),) = evidence.profiled_cases([profiled])
     gaps = run.gaps[run.gaps["arm"] == "random"].set_index("case")["gap"].abs()
     assert (case, mode) == (gaps.idxmax(), "isolated")
-    assert evidence.profiled_cases([open_run(COMMITTED / "vllm-llama-3.1-8b-isolated")]) == []
+    assert evidence.profiled_cases([open_run(COMMITTED / "vllm-gpt-oss-20b-isolated")]) == []
     assert set(evidence.readings([(run, case, mode)])["arm"]) == {"zeros", "random"}
     assert evidence.power_limit([run]) is None
     assert evidence.power_limit(evidence.open_runs(COMMITTED)) == 700

@@ -61,7 +61,10 @@ def test_it_is_printed_whole(explained):
         "of the timed",
     ):
         assert part in text
-    assert "hit, isolated: " in verdict_table([verdict])
+    table = verdict_table([verdict])
+    assert "hit, isolated: " in table
+    for arm, of in verdict["arms"].items():
+        assert (f"hit, isolated: {arm} is {of['gap']:+.2%} (" in table) or arm == verdict["arm"]
 
 
 def test_a_run_without_one_is_explained_later_and_measures_no_round_again(explained, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def test_other_sources(tmp_path):
     place = lab.COMMITTED / "reference-tiny-mla-isolated"
     assert [run.path for run in lab.stored(str(place), lambda run: False)] == [place]
     shutil.copytree(place, tmp_path / "one")
-    shutil.copytree(lab.COMMITTED / "vllm-llama-3.1-8b-isolated", tmp_path / "two")
+    shutil.copytree(lab.COMMITTED / "vllm-gpt-oss-20b-isolated", tmp_path / "two")
     assert [run.path.name for run in lab.stored(str(tmp_path))] == ["one", "two"]
     (run,) = lab.stored(str(tmp_path), lab.in_vllm)
     assert lab.stored(str(tmp_path), lambda run: len(run.kernels)) == []
@@ -66,14 +66,14 @@ def test_other_sources(tmp_path):
 
 
 def test_a_verdict_table_is_escaped_and_gives_reasons_where_they_are_needed():
-    (run,) = lab.stored(str(lab.COMMITTED / "vllm-llama-3.1-8b-isolated"))
+    (run,) = lab.stored(str(lab.COMMITTED / "vllm-llama-3.1-8b-sustained"))
     table = lab.verdict_table(run)
     assert table.data["verdict"].tolist()[0] == "different"
     shown = table.to_html()
     assert "hit100k" in shown
     assert "llama-3.1-8b, hit100k" in table.caption
     assert "decode100k" not in table.caption
-    assert lab.title(run) == "llama-3.1-8b on NVIDIA H200, vllm engine, isolated"
+    assert lab.title(run) == "llama-3.1-8b on NVIDIA H200, vllm engine, sustained"
 
 
 def test_measuring_goes_on_with_its_own_run(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def edit(folder, change):
 def test_new_runs_make_it_stale_and_one_command_mends_it(tmp_path, capsys):
     tool, committed = readme_tool(), ROOT / "data" / "h200"
     data, figures, readme = tmp_path / "data", tmp_path / "figures", tmp_path / "README.md"
-    for name in ("vllm-deepseek-v3.2-6l-claim", "vllm-llama-3.1-8b-isolated", "vllm-gpt-oss-20b-isolated"):
+    for name in ("vllm-deepseek-v3.2-6l-claim", "vllm-llama-3.1-8b-claim", "vllm-gpt-oss-20b-isolated"):
         shutil.copytree(committed / name, data / name)
     shutil.copy(ROOT / "README.md", readme)
     places = ["--data", str(data), "--figures", str(figures), "--readme", str(readme)]
@@ -48,8 +48,9 @@ def test_new_runs_make_it_stale_and_one_command_mends_it(tmp_path, capsys):
     assert "](figures/claim.png)" in text
     assert "qwen3" not in text.split("## Two commands")[0]
     assert "**Prefill after a prefix-cache hit: not in general.**" in text
-    assert "The largest that differ: deepseek-v3.2-6l \N{MINUS SIGN}7.5 % at 100k, isolated, top-k" in text
-    assert "Not counted: 2 timed at another pace (\N{DAGGER})." in text
+    assert "The largest that differ: llama-3.1-8b +10.5 % at 100k, isolated" in text
+    assert "; deepseek-v3.2-6l \N{MINUS SIGN}7.5 % at 100k, isolated, top-k" in text
+    assert "Not counted: 3 timed at another pace (\N{DAGGER})." in text
     assert "gpt-oss-20b with real routing" in text
 
     def to_sweep(verdicts):

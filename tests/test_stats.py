@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvlab import stats
 from kvlab.errors import StudyError
+from kvlab.estimates import round_table
 from kvlab.stats import decide, estimate, holm, p_different, position_bias, round_ratios, rounds_for
 
 ARMS = ("zeros", "zeros_again", "random")
@@ -229,6 +230,25 @@ def test_a_round_counts_once_by_the_median_of_its_replays():
     )
     np.testing.assert_allclose(round_ratios(samples, "random"), np.log([1.1, 2.0]))
     np.testing.assert_allclose(round_ratios(samples, "zeros", "zeros"), 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "throttled", "value"),
+    [
+        ("isolated", True, 10.0),
+        ("sustained", False, 10.0),
+        ("sustained", True, 13.0),
+        ("sustained", None, 13.0),  # no sensor tells
+    ],
+)
+@pytest.mark.parametrize("dtype", ["object", "boolean"])
+def test_what_a_busy_card_takes_under_a_cap_is_the_mean_of_its_replays(mode, throttled, value, dtype):
+    samples = pd.DataFrame({"round": 0, "arm": "random", "us": [10.0, 10.0, 19.0], "mode": mode})
+    samples["throttled"] = pd.array([throttled] * 3, dtype=dtype)
+    zeros = pd.DataFrame({"round": 0, "arm": "zeros", "us": [8.0, 9.0, 900.0], "mode": mode, "throttled": False})
+    table = round_table(pd.concat([samples, zeros.astype({"throttled": dtype})]))
+    assert table["random"].tolist() == [value]
+    assert table["zeros"].tolist() == [9.0]
 
 
 BAD = {

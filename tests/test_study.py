@@ -402,6 +402,30 @@ def test_a_cause_that_cannot_be_found_leaves_the_verdict(hand_engine, simulated_
     assert "cause" not in verdict
 
 
+def test_one_who_stops_the_search_for_a_cause_keeps_the_verdict_and_may_go_on(
+    hand_engine, simulated_clock, tmp_path, monkeypatch
+):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    def found(*_):
+        return {"cause": {"kind": "none", "sentence": "No cause."}}
+
+    simulated_clock(steady())
+    how = {"rounds": 8, "explain": True, "out": tmp_path / "run"}
+    monkeypatch.setattr("kvlab.study.explain", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        check(hand_engine, CASES[:1], **how)
+    left = open_run(tmp_path / "run").verdict_of("decode", "isolated")
+    assert (left["verdict"], left["rounds"], "cause" in left) == ("equivalent", 8, False)
+    assert left["text"]
+    assert left["context"]
+    monkeypatch.setattr("kvlab.study.explain", found)
+    monkeypatch.setattr("kvlab.study.measure_round", stopped)  # no round is timed again
+    whole = check(hand_engine, CASES[:1], **how).verdict_of("decode", "isolated")
+    assert whole == {**left, "cause": {"kind": "none", "sentence": "No cause."}}
+
+
 def test_one_case_and_one_arm_need_no_list(hand_engine, simulated_clock, tmp_path):
     simulated_clock(steady())
     run = check(hand_engine, "d=1@40", arms="constant", rounds=6, out=tmp_path / "run")

@@ -25,8 +25,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from kvlab import evidence, lab_tables, pace, plots
-from kvlab.measure.settling import SETTLE_CAPPED_S, SWING_S
-from kvlab.plots.style import percent, tokens
+from kvlab.kernel_gaps import kernel_gap_table
+from kvlab.kv.fills import SCORES
+from kvlab.measure.settling import MORE_S, SETTLE_CAPPED_S, TIMED_CAPPED_S
+from kvlab.plots.style import microseconds, percent, tokens
 from kvlab.report.content import estimate_text
 from kvlab.run import Run, open_run
 from kvlab.verdict_table import verdict_table
@@ -110,9 +112,9 @@ class Page:
             ),
             Picture(
                 "contents",
-                f"Gaps of other contents than random: {', '.join(dict.fromkeys(others['arm']))}",
+                "Gaps of random KV, of what the model itself writes, and of shapes of the indexer's scores",
                 lab_tables.with_places(pace.drawn(others)),
-                lambda rows: plots.plot_claim(rows, group="place", label="arm", title="Other contents")[0],
+                lambda rows: plots.plot_claim(rows, group="place", label="arm", title="Random and other contents")[0],
             ),
         ]
         settling = self.recorded("replays")
@@ -124,7 +126,7 @@ class Page:
                 lambda rows: plots.plot_settling(
                     rows,
                     self.recorded("readings"),
-                    timed=(SETTLE_CAPPED_S, SETTLE_CAPPED_S + 2 * SWING_S),
+                    timed=(SETTLE_CAPPED_S, SETTLE_CAPPED_S + MORE_S + TIMED_CAPPED_S),
                     power_limit_watts=evidence.power_limit(self.runs),
                     title=f"{self.settled_step}, replays back to back, after the contents of its KV cache change",
                 )[0],
@@ -230,9 +232,9 @@ class Page:
         return self.image("contexts")
 
     def sparsity(self) -> str:
-        said = {"zeros": self.zeros_sentence, "contents": self.prefill_sentence}
+        said = {"zeros": [self.zeros_sentence], "contents": [self.prefill_sentence, self.scores_sentence]}
         found = [
-            "\n\n".join(filter(None, [self.image(name), said.get(name, str)()]))
+            "\n\n".join(filter(None, [self.image(name), *(say() for say in said.get(name, ()))]))
             for name in ("topk", "zeros", "contents")
             if name in self.pictures
         ]
@@ -268,6 +270,22 @@ class Page:
             for (model, phase, context, _), row in pairs.iterrows()
         ]
         return f"`prefill` is the KV that the model itself wrote for random tokens. {'; '.join(told)}."
+
+    def scores_sentence(self) -> str:
+        """The shapes of the indexer's scores that move a step most either way, and what top-k makes of it."""
+        shapes, told = [fill.kind for fill in SCORES], []
+        for run in self.runs:
+            rows = run.gaps[run.gaps["arm"].isin(shapes) & run.gaps["gap"].notna()]
+            for (case, mode), of in rows.groupby(["case", "mode"], sort=False):
+                kernels = run.kernels[(run.kernels["case"] == case) & (run.kernels["mode"] == mode)]
+                ends = []
+                for row in (of.loc[of["gap"].idxmin()], of.loc[of["gap"].idxmax()]):
+                    roles = kernel_gap_table(kernels, row["arm"], by="role").set_index("role")
+                    us = float(roles["gap_us"]["top-k"])
+                    chosen = f"top-k {'+' * (us > 0)}{microseconds(us)}"
+                    ends.append(f"{percent(row['gap'], 1)} (`{row['arm']}`, {chosen})")
+                told.append(f"{row['model']}, {lab_tables.place_words(row.to_dict())}: {' to '.join(ends)}")
+        return f"The shapes of the indexer's scores that move a step most: {'; '.join(told)}." if told else ""
 
     def verify_sentence(self, pattern: str) -> str:
         """What `kvlab verify` found in the files that match."""
@@ -324,6 +342,7 @@ class Page:
             "reference-table": self.reference_table(),
             "reference-verify": self.verify_sentence("reference-verify.jsonl"),
             "aa-table": benchmark_output("aa_simulation"),
+            "aa-machine": benchmark_output("aa_machine"),
             "settling": self.settling(),
         }
 

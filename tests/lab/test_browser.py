@@ -116,9 +116,9 @@ def test_bad_input_is_said_in_place(board, shoot):
 
 def test_runs_of_the_repository_open_and_compare(board, shoot):
     page = board
-    field(page, "Earlier run").select_option("data: vllm-llama-3.1-8b-isolated")
+    field(page, "Earlier run").select_option("data: vllm-llama-3.1-8b-sustained")
     button(page, "Open").click()
-    wait_for_text(page, "vllm-llama-3.1-8b-isolated")
+    wait_for_text(page, "vllm-llama-3.1-8b-sustained")
     shoot(page, "07-opened")
     field(page, "Earlier run").select_option("data: vllm-deepseek-v3.2-6l-claim")
     button(page, "Compare").click()

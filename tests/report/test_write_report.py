@@ -273,7 +273,7 @@ def test_kernels_are_drawn_where_they_were_profiled(tmp_path):
     run.close()
 
 
-@pytest.mark.parametrize("name", ["vllm-llama-3.1-8b-isolated", "reference-tiny-dsa-sustained"])
+@pytest.mark.parametrize("name", ["vllm-llama-3.1-8b-sustained", "reference-tiny-dsa-sustained"])
 def test_committed_runs_are_reported(name, tmp_path):
     page, text = page_of([H200 / name], tmp_path)
     self_contained(page, text)
