@@ -280,10 +280,12 @@ class Page:
                 kernels = run.kernels[(run.kernels["case"] == case) & (run.kernels["mode"] == mode)]
                 ends = []
                 for row in (of.loc[of["gap"].idxmin()], of.loc[of["gap"].idxmax()]):
-                    roles = kernel_gap_table(kernels, row["arm"], by="role").set_index("role")
-                    us = float(roles["gap_us"]["top-k"])
-                    chosen = f"top-k {'+' * (us > 0)}{microseconds(us)}"
-                    ends.append(f"{percent(row['gap'], 1)} (`{row['arm']}`, {chosen})")
+                    why = f"`{row['arm']}`"
+                    if {row["arm"], "zeros"} <= set(kernels["arm"]):
+                        roles = kernel_gap_table(kernels, row["arm"], by="role").set_index("role")
+                        us = float(roles["gap_us"].get("top-k", 0.0))
+                        why += f", top-k {'+' * (us > 0)}{microseconds(us)}"
+                    ends.append(f"{percent(row['gap'], 1)} ({why})")
                 told.append(f"{row['model']}, {lab_tables.place_words(row.to_dict())}: {' to '.join(ends)}")
         return f"The shapes of the indexer's scores that move a step most: {'; '.join(told)}." if told else ""
 
