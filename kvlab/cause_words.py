@@ -65,11 +65,7 @@ def cause_sentence(
             text += f"; {_clocks(cause)} all else takes {_part(cause.clocks)}"
     elif kind == "kernels":
         role, _ = max(movers.items(), key=lambda item: item[1] * gap_us)
-        if cause.cycles:
-            which = f"; in cycles the gap is {_estimate(cause.cycles)}, so their work depends on the contents"
-        else:
-            which = "; as no clock was read, by their work or by the clock"
-        text = f"{pace}: {_takes(cause, [role])}{which}"
+        text = f"{pace}: {_takes(cause, [role])}; {_work_or_clock(cause)}"
     else:
         text = f"{pace}{_aside(cause)}, and the cause is not known: {_missing(cause, routing)}"
     return f"{text}{_effects(cause)}."
@@ -195,6 +191,18 @@ def _in_cycles(cause: Cause) -> str:
     # Fewer cycles at the lower clock: the step waits for something that has a clock of its own.
     could = percent(cause.mhz[0] / cause.mhz[1] - 1)
     return f"that change alone could make {could}, so the cause is the clock, for which the step waits only in part"
+
+
+def _work_or_clock(cause: Cause) -> str:
+    """Of kernels that moved while the sensors' clock did not; dips of microseconds, in one kernel's bursts, they miss."""
+    cycles = cause.cycles
+    if cycles is None:
+        return "as no clock was read, by their work or by the clock"
+    told = f"in cycles of the clock that was read the gap is {_estimate(cycles)}"
+    ends = [end * math.copysign(1, cause.gap.gap) for end in cycles.ci90]
+    if cycles.n > 1 and min(ends) <= 0:
+        return f"{told}, which does not tell their work from the clock"
+    return f"{told}, so by their work, or by dips of the clock that are too short to be read"
 
 
 def _effects(cause: Cause) -> str:
