@@ -194,7 +194,7 @@ def _in_cycles(cause: Cause) -> str:
 
 
 def _work_or_clock(cause: Cause) -> str:
-    """Of kernels that moved while the sensors' clock did not; dips of microseconds, in one kernel's bursts, they miss."""
+    """Of kernels that moved while the clock that was read did not: sensors miss dips within one kernel."""
     cycles = cause.cycles
     if cycles is None:
         return "as no clock was read, by their work or by the clock"
