@@ -172,8 +172,11 @@ def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]])
 def _report(args: argparse.Namespace) -> int:
     from kvlab.report import write_report
 
-    print(write_report(args.runs, args.out, title=args.title))
-    return OK
+    unread: list[str] = []
+    print(write_report(args.runs, args.out, title=args.title, missing=unread.append))
+    for sentence in unread:
+        print(f"kvlab: not in this report: {' '.join(sentence.split())}", file=sys.stderr)
+    return BAD_INPUT if unread else OK
 
 
 def _say_where_the_time_went(cases: Any, load: float) -> None:

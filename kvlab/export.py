@@ -19,7 +19,7 @@ _LEAN: dict[str, Any] = {"store_schema": False, "write_statistics": False, "use_
 
 
 def write_export(folder: Path, record: Mapping[str, Any], frames: Mapping[str, pd.DataFrame]) -> list[Path]:
-    """Write each table that has rows as `TABLE.parquet`, and the record as `provenance.json`.
+    """Write each table that has rows as `TABLE.parquet`, and the record, with their rows, as `provenance.json`.
 
     Raises:
         RunError: for a folder with other files than an earlier export's, or a failing disk.
@@ -35,7 +35,8 @@ def write_export(folder: Path, record: Mapping[str, Any], frames: Mapping[str, p
         for file in written:
             frames[file.stem].to_parquet(file, engine="pyarrow", compression="zstd", index=False, **_LEAN)
         # Last, so that half an export does not open as a run.
-        text = json.dumps({"format": FORMAT, **record}, indent=1, ensure_ascii=False)
+        rows = {file.stem: len(frames[file.stem]) for file in written}
+        text = json.dumps({"format": FORMAT, **record, "tables": rows}, indent=1, ensure_ascii=False)
         (folder / RECORD).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder}: {error.strerror or error} while exporting; free or choose another folder") from error
@@ -60,12 +61,25 @@ def read_export(folder: Path) -> dict[str, Any]:
     return record
 
 
-def read_table(folder: Path, name: str, identity: Mapping[str, Any]) -> pd.DataFrame:
-    """The table as it was exported; empty where it had no rows."""
+def read_table(folder: Path, name: str, record: Mapping[str, Any], identity: Mapping[str, Any]) -> pd.DataFrame:
+    """The table as it was exported; empty where it had no rows.
+
+    Args:
+        record: of `read_export`.
+
+    Raises:
+        RunError: for a file that is absent, damaged, or of other rows than the record says.
+    """
     file = folder / f"{name}.parquet"
+    rows = record["tables"].get(name, 0) if "tables" in record else None  # absent: of a kvlab that did not count
     if not file.exists():
+        if rows:
+            raise RunError(f"{file} is missing, with {rows} rows; copy the export whole, or export the run again")
         return frame(TABLES[name], [], identity)
     try:
-        return frame(TABLES[name], pd.read_parquet(file, engine="pyarrow"), identity)
+        table = frame(TABLES[name], pd.read_parquet(file, engine="pyarrow"), identity)
     except (OSError, ValueError) as error:
         raise RunError(f"{file} is not a readable Parquet file; export the run again") from error
+    if rows not in (None, len(table)):
+        raise RunError(f"{file} has {len(table)} rows where its export wrote {rows}; export the run again")
+    return table

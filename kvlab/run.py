@@ -279,7 +279,7 @@ class Run:
     def _frames(self, *names: str) -> dict[str, pd.DataFrame]:
         """The named tables, all of one moment."""
         if self._database is None:
-            return {name: read_table(self.path, name, self._identity) for name in names}
+            return {name: read_table(self.path, name, self._record, self._identity) for name in names}
         with self._database.snapshot() as db:
             records = {name: read_records(db, name) for name in names}
         return {name: tables.frame(TABLES[name], records[name], self._identity) for name in names}

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -169,6 +171,19 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run([sys.executable, "-m", "kvlab.cli", "models"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_report_says_which_runs_it_lacks(capsys, tmp_path):
+    data = Path(__file__).parents[1] / "data" / "cpu" / "make-check"
+    lossy = shutil.copytree(data, tmp_path / "lossy")
+    (lossy / "samples.parquet").unlink()
+    runs, out = [str(data), str(tmp_path / "absent"), str(lossy)], tmp_path / "r.html"
+    status, printed, said = run(capsys, "report", *runs, "--out", str(out))
+    assert (status, printed) == (2, f"{out}\n")
+    assert out.exists()
+    absent, lost = said.splitlines()
+    assert absent.startswith(f"kvlab: not in this report: no run at {tmp_path / 'absent'}")
+    assert lost.startswith(f"kvlab: not in this report: {lossy / 'samples.parquet'} is missing")
 
 
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-swa", "tiny-mla", "tiny-dsa", "tiny-hybrid"])

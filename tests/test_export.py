@@ -97,6 +97,27 @@ def test_damaged_and_newer_exports_are_refused(run, tmp_path):
         open_run(tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["cases", "samples", "verdicts", "telemetry"])
+def test_a_table_that_was_lost_or_swapped_is_not_an_empty_one(run, tmp_path, name):
+    run.export(tmp_path / "out")
+    file = tmp_path / "out" / f"{name}.parquet"
+    pd.concat([pd.read_parquet(file)] * 2).to_parquet(file)
+    with pytest.raises(RunError, match=rf"{name}.parquet has \d+ rows where its export wrote \d+; export the run again"):
+        getattr(open_run(tmp_path / "out"), name)
+    file.unlink()
+    with pytest.raises(RunError, match=rf"{name}.parquet is missing, with \d+ rows; copy the export whole"):
+        getattr(open_run(tmp_path / "out"), name)
+    assert open_run(tmp_path / "out").kernels.empty  # it had none
+
+
+def test_every_committed_export_counts_its_rows():
+    files = (Path(__file__).parents[1] / "data").glob("*/*/provenance.json")
+    records = {file.parent.name: json.loads(file.read_text()) for file in files}
+    exports = {name: record for name, record in records.items() if "study" in record}
+    assert exports
+    assert [name for name, record in exports.items() if "tables" not in record] == []
+
+
 def test_a_table_of_one_row_and_many_columns_is_small(tmp_path):
     """What Parquet can say of a column is a multiple of what one row holds there."""
     with Run.create(tmp_path / "run", STUDY, PROVENANCE) as run:

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from kvlab.errors import RunError
+from kvlab.estimates import round_table
 from kvlab.plots.style import (
     FAINT,
     INK,
@@ -36,7 +37,8 @@ def plot_samples(
 ) -> tuple[Figure, Axes]:
     """One case's replays, round by round, a colour and a mark an arm; flagged replays are hollow.
 
-    A column a mode; below, where the samples have `sm_mhz`, the SM clock.
+    A line an arm: the median of its rounds, each as `kvlab.estimates.round_table` has it, which is what a verdict
+    compares. A column a mode; below, where the samples have `sm_mhz`, the SM clock.
 
     Args:
         samples: `Run.samples`.
@@ -57,7 +59,7 @@ def plot_samples(
     modes = list(dict.fromkeys(rows["mode"]))
     styles = arm_styles(rows["arm"])
     strip = clock and "sm_mhz" in rows and bool(rows["sm_mhz"].notna().any())
-    heading = title or f"{shorten(case)}, {' and '.join(modes)}: every replay; lines are medians"
+    heading = title or f"{shorten(case)}, {' and '.join(modes)}: every replay; lines are the times compared"
     scale, unit = time_unit(rows["us"].median())
     fig = new_figure(4.1 + (1.1 if strip else 0), heading)
     heights = [3.2, 1.0] if strip else [1.0]
@@ -83,6 +85,7 @@ def plot_samples(
 def _rounds(axes: Sequence[Axes], rows: pd.DataFrame, styles: Mapping[str, tuple[str, str]], scale: float) -> None:
     """One mode's times in the first axes, its clock in the second where there is one."""
     width = 0.72 / len(styles)
+    compared = round_table(rows).median() / scale
     for i, (arm, (colour, marker)) in enumerate(styles.items()):
         of_arm = rows[rows["arm"] == arm]
         if of_arm.empty:
@@ -91,7 +94,7 @@ def _rounds(axes: Sequence[Axes], rows: pd.DataFrame, styles: Mapping[str, tuple
         us = of_arm["us"].to_numpy(float) / scale
         flagged = of_arm["flagged"].to_numpy(bool)
         _dots(axes[0], x, us, flagged, colour, marker)
-        axes[0].axhline(float(np.median(us)), color=colour, linewidth=0.8, alpha=0.7, zorder=1)
+        axes[0].axhline(float(compared[arm]), color=colour, linewidth=0.8, alpha=0.7, zorder=1)
         if len(axes) > 1:
             _dots(axes[1], x, of_arm["sm_mhz"].to_numpy(float), flagged, colour, marker)
     for ax in axes:

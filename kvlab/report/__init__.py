@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvlab import __version__
@@ -16,7 +16,12 @@ __all__ = ["markdown_summary", "write_report"]
 
 
 def write_report(
-    runs: Sequence[Path | str | Run], out: str | Path, *, pdf: bool = False, title: str | None = None
+    runs: Sequence[Path | str | Run],
+    out: str | Path,
+    *,
+    pdf: bool = False,
+    title: str | None = None,
+    missing: Callable[[str], None] | None = None,
 ) -> Path:
     """Write what some runs show as one self-contained file: the answer first, then verdicts, figures, provenance.
 
@@ -27,6 +32,7 @@ def write_report(
         out: the file; HTML unless its name ends in `.pdf`. Folders above it are made.
         pdf: write a PDF, whose name ends in `.pdf` whatever `out` ends in.
         title: of the report; from models and cards when absent.
+        missing: called, once the file is written, with a sentence for each run that could not be read.
 
     Returns:
         The file that was written.
@@ -39,8 +45,8 @@ def write_report(
         place = place.with_suffix(".pdf")
     if place.suffix.lower() not in (".html", ".htm", ".pdf"):
         raise RunError(f"{place}: a report is HTML or PDF; name it report.html or report.pdf")
-    facts, missing = read_runs(runs)
-    report = make_report(facts, missing, title)
+    facts, unread = read_runs(runs)
+    report = make_report(facts, unread, title)
     if place.suffix.lower() == ".pdf":
         from kvlab.report.pdf import to_pdf  # late: reportlab is an extra
 
@@ -54,4 +60,6 @@ def write_report(
         place.write_bytes(data)
     except OSError as error:
         raise RunError(f"{place}: {error.strerror or error} while writing the report; choose another --out") from error
+    for sentence in unread if missing else ():
+        missing(sentence)
     return place

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from kvlab.errors import KvlabError, RunError
+from kvlab.estimates import round_table
 from kvlab.pace import paces
 from kvlab.report.measured import Interval, Measured, finite
 from kvlab.run import Run, open_run
@@ -284,7 +285,7 @@ def _unfinished(
     samples = measured.samples
     row = replace(row, rounds=int(samples["round"].nunique()))
     gap, aa = measured.estimate(arm), measured.estimate(AGAIN)
-    zeros = samples.loc[samples["arm"] == BASELINE, "us"]
+    zeros = samples[samples["arm"] == BASELINE]
     return replace(
         row,
         reasons=(f"It has {row.progress} rounds and no verdict; the same command goes on with it.",),
@@ -292,7 +293,7 @@ def _unfinished(
         ci90=finite(gap.ci90) if gap else None,
         aa_gap=aa.gap if aa else None,
         aa_ci90=finite(aa.ci90) if aa else None,
-        zeros_us=float(zeros.median()) if len(zeros) else None,
+        zeros_us=float(round_table(zeros)[BASELINE].median()) if len(zeros) else None,
         mhz=measured.medians("sm_mhz", arm),
         watts=measured.medians("watts", arm),
     )

@@ -195,7 +195,7 @@ def _samples(runs: Sequence[RunFacts]) -> Planned:
     for row in shown[:_SAMPLES]:
         caption = f"{name(row)}: every replay, round by round."
         of_row = _of(samples, row)
-        title = f"{shorten(row.model)}, {shorten(row.case)}, {row.mode}: every replay; lines are medians"
+        title = f"{shorten(row.model)}, {shorten(row.case)}, {row.mode}: every replay; lines are the times compared"
         yield (
             caption,
             lambda s=of_row, case=row.case, t=title: plots.plot_samples(s, case, title=t)[0],  # type: ignore[misc]

@@ -10,6 +10,7 @@ import pytest
 from handmade_frames import legible, samples
 
 from kvlab.errors import RunError
+from kvlab.estimates import round_table
 from kvlab.plots import plot_clocks, plot_samples
 
 MANY = ("zeros", "zeros_again", "random", "levels", "pow2", "cluster", "hot_contiguous", "random(zero_fraction=0.25)")
@@ -28,6 +29,21 @@ def test_each_replay_is_a_dot_and_flagged_ones_are_hollow():
     assert clock.get_ylabel() == "SM clock (MHz)"
 
 
+@pytest.mark.parametrize(("mode", "throttled"), [("isolated", True), ("sustained", False), ("sustained", True)])
+def test_a_line_is_what_the_verdict_compares(mode, throttled):
+    table = samples(modes=(mode,), clock=False).assign(throttled=throttled)
+    swing = np.where(table.groupby(["round", "arm"]).cumcount() == 0, 400.0, 0.0)
+    table["us"] += swing  # one replay of five: the mean sees it, the median does not
+    _, ax = plot_samples(table, "c")
+    drawn = [line.get_ydata()[0] * 1e3 for line in ax.lines]
+    levels = round_table(table).median()
+    assert drawn == pytest.approx([levels[arm] for arm in ("zeros", "zeros_again", "random")])
+    rounds = table[table["arm"] == "random"].groupby("round")["us"]
+    assert levels["random"] == pytest.approx(
+        (rounds.mean() if throttled and mode == "sustained" else rounds.median()).median()
+    )
+
+
 def test_a_column_a_mode_unless_one_is_chosen():
     table = samples(modes=("isolated", "sustained"))
     both, _ = plot_samples(table, "c")
@@ -43,7 +59,7 @@ def test_a_column_a_mode_unless_one_is_chosen():
 def test_many_arms_and_rounds_and_names_with_signs(rounds):
     table = samples(arms=MANY, rounds=rounds, clock=False, case="a$1 <b>")
     fig, _ = plot_samples(table, "a$1 <b>")
-    assert "a$1 <b>, isolated: every replay; lines are medians" in legible(fig)
+    assert "a$1 <b>, isolated: every replay; lines are the times compared" in legible(fig)
 
 
 def test_samples_of_another_case_or_of_two_runs_are_refused():

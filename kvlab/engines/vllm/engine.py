@@ -17,6 +17,7 @@ import torch
 from kvlab.cases import Case
 from kvlab.engines.base import Engine, Step
 from kvlab.engines.prefill import Prefilled
+from kvlab.engines.vllm.amx import without_amx_attention
 from kvlab.engines.vllm.arguments import engine_arguments, forget_launch, set_environment
 from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats
 from kvlab.engines.vllm.experts import counted_experts
@@ -42,13 +43,16 @@ class VllmEngine(Engine):
 
     name = "vllm"
 
-    def __init__(self, llm: Any, model: str, flavour: Flavour, arguments: dict[str, Any], routing: str) -> None:
+    def __init__(
+        self, llm: Any, model: str, flavour: Flavour, arguments: dict[str, Any], routing: str, notes: Sequence[str]
+    ) -> None:
         self._llm = llm  # the runner is torn down with it
         self._runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._prefills: WeakSet[Prefilled] = WeakSet()
         self.model = model
         self.flavour = flavour
         self.arguments = arguments
+        self.notes = tuple(notes)
         self.device = self.runner.device
         config = self.runner.kv_cache_config
         self.kv_cache_groups = config.kv_cache_groups
@@ -136,6 +140,7 @@ class VllmEngine(Engine):
                 "load_format": self.arguments["load_format"],
             },
             "routing_note": self.routing_note,
+            **({"notes": list(self.notes)} if self.notes else {}),
             "runner": f"{self.flavour.distribution} {self.flavour.runner}",
             "engine_arguments": {key: value for key, value in self.arguments.items() if key != "model"},
         }
@@ -293,7 +298,8 @@ def load_vllm(
         if flavour.device == "cuda":
             args.compilation_config.mode = CompilationMode.NONE
             args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        with sized_by(cases) if by_cases else nullcontext():
+        on_cpu = without_amx_attention() if flavour.device == "cpu" else nullcontext([])
+        with on_cpu as notes, sized_by(cases) if by_cases else nullcontext():
             llm = LLM.from_engine_args(args) if hasattr(LLM, "from_engine_args") else LLM(**wanted)
     except Exception as error:  # vLLM raises whatever its parts raise
         failure = load_failure(name, error, wanted)
@@ -301,7 +307,7 @@ def load_vllm(
         _clean_up()
         raise failure from error
     try:
-        return VllmEngine(llm, name, flavour, wanted, routing)
+        return VllmEngine(llm, name, flavour, wanted, routing, notes)
     except KvlabError as error:
         release_frames(error)
         llm.llm_engine.engine_core.shutdown()

@@ -95,6 +95,7 @@ def strays(step):
     """Blocks outside a fill whose bytes it changed, filling the attention groups alone, then the states alone."""
     engine, batch = step.engine, step.batch
     layers = _layers(engine)
+    known = {"formats": engine.formats, "block_dims": engine.block_dims}
     found = []
     for states in (False, True):
         groups = [group for group in engine.attn_groups if is_recurrent(group.kv_cache_spec) == states]
@@ -107,7 +108,7 @@ def strays(step):
         step.fill("random", 4)
         before = [layer.tensor.clone() for layer in layers]
         generator = torch.Generator().manual_seed(5)
-        fill_kv_blocks(engine.kv_caches, groups, batch, engine.num_blocks, "random", generator, formats=engine.formats)
+        fill_kv_blocks(engine.kv_caches, groups, batch, engine.num_blocks, "random", generator, **known)
         for layer, old in zip(layers, before, strict=True):
             changed = {
                 block
