@@ -1,6 +1,6 @@
 """Layer 2: what an engine promises: caches, groups, and steps that run one exact batch.
 
-A rank owns its caches; the study that drives several ranks drives each through these same calls.
+An engine is one rank and owns its caches; no study drives several.
 """
 
 from __future__ import annotations

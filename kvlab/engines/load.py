@@ -72,6 +72,6 @@ def _load_vllm(model: str, options: Mapping[str, Any]) -> Engine:
     if topk is not None:
         given["hf_overrides"] = merged(given.get("hf_overrides") or {}, source.topk_override(topk))
     admit(source.overridden(given.get("hf_overrides")), installed_flavour(), given)
-    from kvlab.engines.vllm.engine import load_vllm
+    from kvlab.engines.vllm.loading import load_vllm
 
     return load_vllm(source.location, **given)

@@ -1,7 +1,8 @@
 """Layer 1: which KV blocks a case owns, group by group, without a scheduler.
 
 The allocation, the prefix replay and the random tokens follow `vllm/benchmarks/forward/batch.py` (vLLM 0.33), so that
-the same case, seed and caches give the same blocks and tokens there and here.
+the same case, seed and caches give the same blocks and tokens there and here. But for the states that drafts write:
+there a recurrent request has one block whatever the drafts, and the others of its row are whatever was there before.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def count_blocks(spec: Any, computed: int, kv_len: int, dcp_size: int = 1) -> tu
     """
     kind = representative_spec(spec)
     if is_recurrent(kind):
-        return 0, 1
+        # One more state per draft that is verified (`MambaSpec`, `vllm/v1/kv_cache_interface.py`); rings have none.
+        return 0, 1 + getattr(kind, "num_speculative_blocks", 0)
     block_size = tokens_per_block(spec, dcp_size)
     total = -(-kv_len // block_size)
     freed = max(0, computed - kind.sliding_window + 1) // block_size if is_sliding_window(kind) else 0

@@ -60,6 +60,7 @@ def write_report(
         place.write_bytes(data)
     except OSError as error:
         raise RunError(f"{place}: {error.strerror or error} while writing the report; choose another --out") from error
-    for sentence in unread if missing else ():
-        missing(sentence)
+    if missing:
+        for sentence in unread:
+            missing(sentence)
     return place

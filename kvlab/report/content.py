@@ -21,8 +21,8 @@ HOW_TO_READ = (
     " over rounds. Equivalent: the interval lies inside the margin; different: wholly outside; inconclusive: across it,"
     " or too few rounds; invalid: the measurement cannot carry a verdict. A/A is a second zeros arm against the first:"
     " the noise floor, which has to lie inside half the margin. MDE is the smallest gap that these rounds would tell"
-    " from zero four times in five. Zeros is the time of a step on zeros, the median of its rounds; MHz (SM clock) and W (board power) are"
-    " medians under zeros and under the compared contents."
+    " from zero four times in five. Zeros is the time of a step on zeros, the median of its rounds; MHz (SM clock) and"
+    " W (board power) are medians under zeros and under the compared contents."
 )
 
 

@@ -233,6 +233,23 @@ def test_a_state_or_ring_is_one_block_however_long_the_request(spec):
     assert count_blocks(UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"a": spec}), 0, 4096) == (0, 1)
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_each_draft_has_a_state_of_its_own_and_a_step_may_write_them_all(drafts, uniform):
+    """vLLM's kernels store one state per draft, through the row's next entries: another request's in a short row."""
+    spec = MambaSpec(block_size=4, num_speculative_blocks=drafts)
+    if uniform:
+        spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"a": spec})
+    groups = [Group(FullAttentionSpec(block_size=4), ["b"], 0), Group(spec, ["a"], 1)]
+    case = parse_case(f"verify=3*{drafts + 1}@40:{drafts}")
+    batch = build_batch(case, groups, 64, 100, np.random.default_rng(0))
+    for req_id, (begin, end) in zip(batch.req_ids, batch.group_block_ranges[1], strict=True):
+        assert end - begin == 1 + drafts
+        assert batch.block_ids[req_id][1] == list(range(begin, end))
+    touched = touched_block_ranges(groups, batch)["a"]
+    assert touched.tolist() == [list(blocks) for blocks in batch.group_block_ranges[1]]
+
+
 def test_only_a_prefix_hit_replays_the_widest_window():
     window = {"block_size": 4, "bounded_replay": True}
     groups = [

@@ -6,6 +6,7 @@ Relies on the registry (`vllm/model_executor/models/registry.py`) and on `Engine
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -25,6 +26,13 @@ KV_CACHE_DTYPES = (
 )
 _GIB = 2**30
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_PARALLEL = tuple(
+    f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")
+)
+_OTHER_STEPS = {
+    "enable_prefix_caching": "a case's prefix hits need none, and a hybrid would look for its states elsewhere",
+    "use_replayssm": "it keeps state outside the KV caches, which no restore between replays reaches",
+}
 # What kvlab takes besides vLLM's engine arguments.
 _OWN_OPTIONS = ("cases", "routing", "num_kv_blocks")
 
@@ -45,6 +53,8 @@ def admit(source: ModelSource, flavour: Flavour, options: Mapping[str, Any]) -> 
     refuse_routing(source, flavour, options.get("routing", "auto"))
     refuse_unknown_format(options.get("kv_cache_dtype"))
     refuse_long_cases(source, options.get("cases") or ())
+    refuse_several_ranks(options, os.environ)
+    refuse_other_steps(options)
     set_environment(flavour, source.location)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
@@ -95,6 +105,24 @@ def refuse_long_cases(source: ModelSource, cases: Sequence[Case]) -> None:
                 )
 
 
+def refuse_several_ranks(options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """EngineError for a model over several processes: a study here has one, and ranks must agree on each replay."""
+    for name in _PARALLEL:
+        if (size := options.get(name)) is not None and int(size) != 1:
+            raise EngineError(f"{name} is {size}, but kvlab times one rank; cut the model to one GPU's size")
+    if int(environment.get("WORLD_SIZE") or 1) != 1:
+        raise EngineError(
+            f"a launcher started {environment['WORLD_SIZE']} ranks (WORLD_SIZE), but kvlab times one; start it alone"
+        )
+
+
+def refuse_other_steps(options: Mapping[str, Any]) -> None:
+    """EngineError for engine arguments with which a step would not be the case's, or no two replays the same."""
+    for name, why in _OTHER_STEPS.items():
+        if options.get(name):
+            raise EngineError(f"{name}: {why}; leave it out")
+
+
 def refuse_unknown_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
     """EngineError for an option that neither kvlab nor vLLM has, with the nearest that they have."""
     known = {*known, *_OWN_OPTIONS}
@@ -124,17 +152,15 @@ def refuse_without_memory(source: ModelSource, flavour: Flavour, options: Mappin
     if needed is None:
         return
     share = float(options.get("gpu_memory_utilization") or 0.85) if flavour.device == "cuda" else 1.0
-    ranks = int(options.get("tensor_parallel_size") or 1) * int(options.get("pipeline_parallel_size") or 1)
     free = free_bytes(flavour.device) * share
-    if needed / ranks <= free:
+    if needed <= free:
         return
     layers = source.text_config.get("num_hidden_layers")
-    fitting = int(layers * free * ranks / needed * 0.9) if isinstance(layers, int) else 0
+    fitting = int(layers * free / needed * 0.9) if isinstance(layers, int) else 0
     experts = _experts(source)
     raise CapacityError(
         f"model {source.name!r} does not fit: its weights need {needed / _GIB:.1f} GiB"
-        + (f" over {ranks} ranks" if ranks > 1 else "")
-        + f", the {flavour.device} has {free / _GIB:.1f} GiB for them; reduce "
+        f", the {flavour.device} has {free / _GIB:.1f} GiB for them; reduce "
         + (f"num_hidden_layers (now {layers}; about {fitting} fit)" if fitting else "its layers or widths")
         + (f" or {experts} (now {source.text_config[experts]})" if experts else "")
         + " in a copy of its config.json"

@@ -20,8 +20,8 @@ NOTE = (
 def without_amx_attention() -> Iterator[list[str]]:
     """Within it models load with attention kernels that do not use AMX; yields a list to which `NOTE` is added if so.
 
-    The AMX kernel (`csrc/cpu/cpu_attn_amx.hpp`) zeroes a tile that its configuration leaves empty: seen in decodes of two
-    and of four requests of `qwen3-tiny`, not in those of six.
+    The AMX kernel (`csrc/cpu/cpu_attn_amx.hpp`) zeroes a tile that its configuration leaves empty: seen in decodes of
+    two and of four requests of `qwen3-tiny`, not in those of six.
     """
     from vllm.v1.attention.backends import cpu_attn
 

@@ -22,7 +22,7 @@ from kvlab.engines.vllm.flavour import Flavour
 _REPLAY_ROOM = 1024
 _LEAST_BATCHED_TOKENS = 8192
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Says that they are kvlab's own, not a launcher's.
+# Marks the variables above as set by kvlab, not by a launcher, and by which process: a child takes a port of its own.
 _OWN_LAUNCH = "KVLAB_LAUNCH"
 # Behind the longest request, for what a drafter writes.
 _CONTEXT_ROOM = 16
@@ -43,12 +43,12 @@ def set_environment(flavour: Flavour, model: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if flavour.device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    elif "RANK" not in os.environ:
+    elif "RANK" not in os.environ or os.environ.get(_OWN_LAUNCH, me := str(os.getpid())) != me:
         with socket.socket() as port:
             port.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(port.getsockname()[1])
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ[_OWN_LAUNCH] = "1"
+        os.environ[_OWN_LAUNCH] = str(os.getpid())
 
 
 def forget_launch() -> None:
@@ -87,7 +87,8 @@ def engine_arguments(
         longest = max(r.kv_len for case in cases for r in case.requests) + _CONTEXT_ROOM
         arguments["max_model_len"] = min(longest, source.longest_context or longest)
     if "vision_config" in source.config:
-        arguments["limit_mm_per_prompt"] = {"image": 0}
+        # Of no kind, or vLLM hands the model embeddings of tokens that are not the case's.
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
     if flavour.device == "cpu":
         arguments |= {"enforce_eager": True, "async_scheduling": False}
     else:

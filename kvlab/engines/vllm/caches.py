@@ -12,23 +12,55 @@ from typing import Any
 
 import torch
 
-from kvlab.errors import GeometryError
+from kvlab.errors import FormatError, GeometryError
 from kvlab.kv.detect import format_of
-from kvlab.kv.formats import DeepseekV4Format, Format, IndexerFormat
-from kvlab.kv.specs import kind_names, layer_spec
+from kvlab.kv.formats import DeepseekV4Format, Format, Fp8Format, IndexerFormat
+from kvlab.kv.specs import layer_spec
 from kvlab.kv.views import iter_tensors
 
-# Specs whose blocks a decoder's tokens own; others are sized by an encoder, or have rules of their own.
-_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec", "CircularBufferSpec")
+# Specs whose blocks a decoder's tokens own. By exact name: one that derives from them may have rules of its own
+# (`SinkFullAttentionSpec` keeps blocks that all requests share).
+_SPECS = (
+    *("FullAttentionSpec", "MLAAttentionSpec", "RSWASpec", "SlidingWindowSpec", "SlidingWindowMLASpec"),
+    *("ChunkedLocalAttentionSpec", "MambaSpec", "CircularBufferSpec"),
+)
 # Backends that order a block's values their own way: the CPU's keeps all K of a block, transposed, before all V.
 _OWN_ORDER = ("CPUAttentionBackend",)
 
 
 def layer_caches(runner: Any) -> dict[str, Any]:
-    """Layer name -> tensor or nest of tensors; layers without a cache are left out."""
-    context = runner.vllm_config.compilation_config.static_forward_context
-    caches = {name: getattr(layer, "kv_cache", None) for name, layer in context.items()}
-    return {name: cache for name, cache in caches.items() if any(True for _ in iter_tensors(cache))}
+    """Layer name -> tensor or nest of tensors; layers without a cache are left out.
+
+    Raises:
+        FormatError: for a layer that keeps more than values in its cache.
+    """
+    caches = {}
+    for name, layer in _layers(runner).items():
+        cache = getattr(layer, "kv_cache", None)
+        if not any(True for _ in iter_tensors(cache)):
+            continue
+        if getattr(layer, "rope_position_cache", None) is not None:
+            raise FormatError(
+                f"layer {name!r}: {type(layer).__name__} keeps the tokens' positions (int64) beside its keys, which no"
+                " random contents may overwrite; kvlab has no format for it, so take a configuration without M-RoPE"
+            )
+        caches[name] = cache
+    return caches
+
+
+def layer_scales(runner: Any) -> dict[str, tuple[float, float]]:
+    """Layer name -> scales of an fp8 cache's K and V codes (`vllm/model_executor/layers/quantization/kv_cache.py`)."""
+    scales = {}
+    for name, layer in _layers(runner).items():
+        k, v = (getattr(layer, f"_{part}_scale_float", None) for part in "kv")
+        if isinstance(k, int | float) and isinstance(v, int | float) and min(k, v) > 0:
+            scales[name] = (float(k), float(v))
+    return scales
+
+
+def _layers(runner: Any) -> Mapping[str, Any]:
+    layers: Mapping[str, Any] = runner.vllm_config.compilation_config.static_forward_context
+    return layers
 
 
 def attention_groups(runner: Any, caches: Mapping[str, Any]) -> list[Any]:
@@ -53,11 +85,16 @@ def attention_groups(runner: Any, caches: Mapping[str, Any]) -> list[Any]:
 
 
 def _refuse_unknown_spec(spec: Any, name: str, cache: Any) -> None:
-    if kind_names(spec).isdisjoint(_SPECS):
+    if type(spec).__name__ not in _SPECS:
         tensor = next(iter_tensors(cache))
         raise GeometryError(
             f"layer {name!r}: {type(spec).__name__} (dtype {tensor.dtype}, shape {tuple(tensor.shape)}) is no spec that"
-            f" kvlab knows; it knows {', '.join(_SPECS)} and what derives from them; take another model"
+            f" kvlab knows; it knows {', '.join(_SPECS)}; take another model"
+        )
+    if (mode := getattr(spec, "mamba_cache_mode", "none")) != "none":
+        raise GeometryError(
+            f"layer {name!r}: its states are kept per block of tokens (mamba_cache_mode {mode!r}), of which kvlab fills"
+            " none; load the model without prefix caching, with mamba_cache_mode 'none'"
         )
 
 
@@ -71,8 +108,16 @@ class _Group:
         self.backend: str = group.backend.__name__
 
 
-def layer_formats(groups: Iterable[Any], caches: Mapping[str, Any], cache_dtype: str) -> dict[str, Format]:
+def layer_formats(
+    groups: Iterable[Any],
+    caches: Mapping[str, Any],
+    cache_dtype: str,
+    scales: Mapping[str, tuple[float, float]] | None = None,
+) -> dict[str, Format]:
     """Each layer's byte format, from its spec, vLLM's `cache_dtype` string and its attention backend.
+
+    Args:
+        scales: of `layer_scales`; of an fp8 cache K's counts, for both halves.
 
     Raises:
         FormatError: for a layer whose format kvlab does not know; names layer, spec, dtype and shape.
@@ -83,7 +128,9 @@ def layer_formats(groups: Iterable[Any], caches: Mapping[str, Any], cache_dtype:
             # A recurrent layer's tensors differ in dtype; each is resolved from its own.
             tensors = list(iter_tensors(caches[name]))
             if len({tensor.dtype for tensor in tensors}) == 1:
-                formats[name] = _format(group, tensors[0], name, cache_dtype)
+                found = formats[name] = _format(group, tensors[0], name, cache_dtype)
+                if type(found) is Fp8Format and scales and name in scales:
+                    found.scale = scales[name][0]
     return formats
 
 

@@ -1,14 +1,13 @@
 """Layer 2: the vLLM engine: a model loaded once, and steps that are vLLM's own forwards.
 
-Relies on `vllm/entrypoints/llm.py` (LLM.from_engine_args) and, for MoE models, on
+Relies on the model runner of `vllm/entrypoints/llm.py` (LLM) and, for MoE models, on
 `vllm/benchmarks/forward/routing.py` (install_routing; vLLM 0.33).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -17,21 +16,20 @@ import torch
 from kvlab.cases import Case
 from kvlab.engines.base import Engine, Step
 from kvlab.engines.prefill import Prefilled
-from kvlab.engines.vllm.amx import without_amx_attention
-from kvlab.engines.vllm.arguments import engine_arguments, forget_launch, set_environment
-from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats
+from kvlab.engines.vllm.arguments import forget_launch
+from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats, layer_scales
 from kvlab.engines.vllm.experts import counted_experts
-from kvlab.engines.vllm.failures import forward_failure, load_failure
+from kvlab.engines.vllm.failures import forward_failure
 from kvlab.engines.vllm.finite import first_nonfinite_module
-from kvlab.engines.vllm.flavour import Flavour, installed_flavour
+from kvlab.engines.vllm.flavour import Flavour
 from kvlab.engines.vllm.forward import CaughtForward
 from kvlab.engines.vllm.leftovers import ReleasedFrames, drop_leftovers, release_frames
-from kvlab.engines.vllm.pool import sized_by
 from kvlab.engines.vllm.routing import Routing, install_routing, routing_note
 from kvlab.engines.vllm.selection import watched_selection
-from kvlab.errors import CaseError, EngineError, KvlabError
+from kvlab.errors import CaseError, EngineError
 from kvlab.kv.batch import Batch
 from kvlab.kv.fills import Fill, FillPlans, zero_kv_blocks
+from kvlab.kv.formats import Fp8Format
 from kvlab.kv.snapshot import Snapshot
 
 # A longer chunk of a prefill fills a GPU no better and needs more memory for activations.
@@ -39,7 +37,7 @@ _PREFILL_TOKENS = 8192
 
 
 class VllmEngine(Engine):
-    """A model in vLLM; see `load_vllm`."""
+    """A model in vLLM; see `kvlab.engines.vllm.loading.load_vllm`."""
 
     name = "vllm"
 
@@ -64,7 +62,8 @@ class VllmEngine(Engine):
         self.kv_caches = layer_caches(self.runner)
         self.attn_groups = attention_groups(self.runner, self.kv_caches)
         cache_dtype = self.runner.cache_config.cache_dtype
-        self.formats = layer_formats(self.attn_groups, self.kv_caches, cache_dtype)
+        self.scales = layer_scales(self.runner)
+        self.formats = layer_formats(self.attn_groups, self.kv_caches, cache_dtype, self.scales)
         # `create_kv_cache_views` (`vllm/v1/kv_cache_interface.py`) puts blocks first, whatever the strides.
         self.block_dims = dict.fromkeys(self.kv_caches, 0)
         self.routing = Routing.resolve(routing, self.runner.model, flavour, arguments["load_format"] == "dummy")
@@ -134,16 +133,27 @@ class VllmEngine(Engine):
                     for group in self.kv_cache_groups
                 ],
                 "formats": sorted({fmt.name for fmt in self.formats.values()}),
+                **self._told_scales(),
                 "backends": sorted({group.backend for group in self.attn_groups}),
                 # Another top-k, depth or weights is another study, which must not be resumed as this one.
                 "hf_overrides": self.arguments.get("hf_overrides"),
                 "load_format": self.arguments["load_format"],
             },
             "routing_note": self.routing_note,
+            # Of a model that drafts, too: `vllm bench forward` adds the drafter's.
+            "timing_scope": "target model's forward",
             **({"notes": list(self.notes)} if self.notes else {}),
             "runner": f"{self.flavour.distribution} {self.flavour.runner}",
             "engine_arguments": {key: value for key, value in self.arguments.items() if key != "model"},
         }
+
+    def _told_scales(self) -> dict[str, Any]:
+        """Least and largest scale of fp8 caches, K's and V's; nothing where all are 1."""
+        fp8 = [name for name, fmt in self.formats.items() if type(fmt) is Fp8Format]
+        scales = [self.scales[name] for name in fp8 if name in self.scales]
+        if all(pair == (1.0, 1.0) for pair in scales):
+            return {}
+        return {f"{part}_scales": [min(of), max(of)] for part, of in zip("kv", zip(*scales, strict=True), strict=True)}
 
     def close(self) -> None:
         """Give back memory, the distributed groups and their port; harmless when called twice.
@@ -166,7 +176,7 @@ class VllmEngine(Engine):
             core.shutdown()
         finally:
             del core
-            _clean_up()
+            clean_up()
 
 
 class VllmStep(Step):
@@ -246,77 +256,7 @@ class VllmStep(Step):
         self.touched, self._snapshot, self._plans, self._prefilled = [], Snapshot([]), FillPlans(), None
 
 
-def load_vllm(
-    model: str,
-    *,
-    cases: Sequence[Case] = (),
-    routing: str = "auto",
-    num_kv_blocks: int | None = None,
-    max_model_len: int | None = None,
-    kv_cache_dtype: str | None = None,
-    load_format: str = "dummy",
-    hf_overrides: dict[str, Any] | None = None,
-    seed: int = 0,
-    **arguments: Any,
-) -> VllmEngine:
-    """Load a model in this process.
-
-    Args:
-        model: a folder with a `config.json`, or a hub name where there is network.
-        cases: what will be run; they size batch and context.
-        routing: of MoE models, `balanced`, `real`, or `auto`: balanced with dummy weights where vLLM's fixture
-            takes the model.
-        num_kv_blocks: blocks of the pool; by default what a GPU's memory holds, or on a CPU what the cases need.
-        arguments: any further `EngineArgs` fields.
-
-    Raises:
-        EngineError: for an unsupported vLLM, architecture or argument.
-        CapacityError: for a model or cases that do not fit.
-        FormatError, GeometryError: for a cache that kvlab does not know.
-    """
-    flavour = installed_flavour()
-    set_environment(flavour, model)
-    given = {
-        "num_gpu_blocks_override": num_kv_blocks,
-        "max_model_len": max_model_len,
-        "kv_cache_dtype": kv_cache_dtype,
-        "load_format": load_format,
-        "hf_overrides": hf_overrides,
-        "seed": seed,
-        **arguments,
-    }
-    wanted = engine_arguments(flavour, model, cases, {k: v for k, v in given.items() if v is not None})
-    from vllm import LLM
-    from vllm.config.compilation import CompilationMode, CUDAGraphMode
-    from vllm.engine.arg_utils import EngineArgs
-
-    name = Path(model).name if Path(model).is_dir() else model
-    # A GPU's pool is its memory, as in serving; a CPU's would be whole GiB that nothing uses.
-    by_cases = flavour.device == "cpu" and cases and num_kv_blocks is None
-    try:
-        args = EngineArgs(**wanted)
-        if flavour.device == "cuda":
-            args.compilation_config.mode = CompilationMode.NONE
-            args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        on_cpu = without_amx_attention() if flavour.device == "cpu" else nullcontext([])
-        with on_cpu as notes, sized_by(cases) if by_cases else nullcontext():
-            llm = LLM.from_engine_args(args) if hasattr(LLM, "from_engine_args") else LLM(**wanted)
-    except Exception as error:  # vLLM raises whatever its parts raise
-        failure = load_failure(name, error, wanted)
-        release_frames(error)
-        _clean_up()
-        raise failure from error
-    try:
-        return VllmEngine(llm, name, flavour, wanted, routing, notes)
-    except KvlabError as error:
-        release_frames(error)
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        _clean_up()
-        raise
-
-
-def _clean_up() -> None:
+def clean_up() -> None:
     """Free what no longer has an owner, and the distributed groups with their port."""
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -134,7 +134,10 @@ class CaughtForward:
 
     def _write_input_ids(self, req_ids: list[str], input_ids: torch.Tensor | None) -> None:
         if input_ids is None:
-            return
+            raise EngineError(
+                "vLLM gives this model embeddings in place of the case's token IDs, as for images and the like; load it"
+                " for text alone: --engine-arg language_model_only=true"
+            )
         ids = np.concatenate([self.batch.query_token_ids[req_id] for req_id in req_ids])
         input_ids[: len(ids)].copy_(torch.from_numpy(ids))
 

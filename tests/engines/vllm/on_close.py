@@ -6,8 +6,10 @@ MoE models get the loader of MXFP4 scales, whose kernels no CPU without AMX has:
 
 import gc
 import json
+import os
 import sys
 import weakref
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,6 +39,11 @@ def main(model):
     answers["said"] = said_when_closed(held)
     answers["unloaded"] = raised(lambda: load_engine(model, "vllm", cases=CASES, num_kv_blocks=2, seed=1), held)
     answers["parameters_unloaded"] = parameters()
+    answers["interrupted"] = interrupted(model, held)
+    answers["parameters_interrupted"] = parameters()
+    answers["launch_interrupted"] = sorted(name for name in os.environ if name in ("KVLAB_LAUNCH", "RANK"))
+    engine = load_engine(model, "vllm", cases=CASES, num_kv_blocks=64, seed=1)
+    answers["loads_again"] = engine.num_blocks
     print(json.dumps(answers))
 
 
@@ -106,6 +113,19 @@ def parameters():
     """How many there are in this process."""
     gc.collect()
     return sum(issubclass(type(thing), torch.nn.Parameter) for thing in gc.get_objects())
+
+
+def interrupted(model, held):
+    """What ends a load that is interrupted once the weights are there, and one whose engine fails unforeseen."""
+    said = []
+    for error in (KeyboardInterrupt(), KeyError("a name that moved")):
+        with patch.object(vllm_engine, "attention_groups", side_effect=error):
+            try:
+                load_engine(model, "vllm", cases=CASES, num_kv_blocks=64, seed=1)
+            except BaseException as raised:
+                held.append(raised)
+                said.append(f"{type(raised).__name__}: {raised}")
+    return said
 
 
 def raised(call, held):

@@ -3,11 +3,14 @@
 import pytest
 
 from kvlab.cases import parse_case
+from kvlab.engines.load import load_engine
 from kvlab.engines.presets import ModelSource, find_model
 from kvlab.engines.vllm import admission
 from kvlab.engines.vllm.admission import (
     refuse_long_cases,
+    refuse_other_steps,
     refuse_routing,
+    refuse_several_ranks,
     refuse_sparse_on_cpu,
     refuse_unknown_architecture,
     refuse_unknown_format,
@@ -54,6 +57,32 @@ def test_cases_longer_than_the_model():
     refuse_long_cases(ModelSource("org/name", "org/name"), [parse_case("d=1@999999999")])
 
 
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data", "prefill_context", "decode_context"])
+def test_one_rank_alone(kind):
+    name = f"{kind}_parallel_size"
+    for given in ({}, {name: None}, {name: 1}):
+        refuse_several_ranks(given, {"WORLD_SIZE": "1"})
+    with pytest.raises(EngineError, match=f"{name} is 2, but kvlab times one rank"):
+        refuse_several_ranks({name: 2}, {})
+    with pytest.raises(EngineError, match=r"4 ranks \(WORLD_SIZE\)"):
+        refuse_several_ranks({}, {"WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "use_replayssm"])
+def test_arguments_that_make_another_step_of_the_case(name):
+    for given in ({}, {name: None}, {name: False}):
+        refuse_other_steps(given)
+    with pytest.raises(EngineError, match=f"{name}: .*; leave it out"):
+        refuse_other_steps({name: True})
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "enable_prefix_caching"])
+def test_what_is_refused_is_refused_before_a_load(name):
+    with pytest.raises(EngineError, match=name):
+        load_engine("qwen3-tiny", "vllm", **{name: 2})
+
+
 def test_options():
     known = ["model", "block_size", "seed"]
     refuse_unknown_options({"block_size": 16, "seed": 0, "cases": (), "routing": "real", "num_kv_blocks": 8}, known)
@@ -92,13 +121,12 @@ def test_a_model_that_does_not_fit_says_how_much_it_needs_and_what_to_reduce(mem
     assert "\n" not in said
 
 
-def test_memory_counts_ranks_and_the_share_that_vllm_takes(memory):
+def test_memory_counts_the_share_that_vllm_takes(memory):
     source = find_model("gpt-oss-20b")
     memory(needed=110, free=140)
     refuse_without_memory(source, CUDA, {})
     with pytest.raises(CapacityError, match=r"the cuda has 70\.0 GiB"):
         refuse_without_memory(source, CUDA, {"gpu_memory_utilization": 0.5})
-    refuse_without_memory(source, CUDA, {"gpu_memory_utilization": 0.5, "tensor_parallel_size": 2})
     memory(needed=None, free=0)
     refuse_without_memory(source, CUDA, {})
 

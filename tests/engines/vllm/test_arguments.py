@@ -47,7 +47,7 @@ def test_overrides_win_and_without_cases_the_model_decides():
 @pytest.mark.parametrize(("model", "limited"), [("deepseek-v4.1-flash", True), ("qwen3-tiny", False)])
 def test_a_model_with_a_vision_tower_takes_no_images(model, limited):
     found = engine_arguments(CUDA, find_model(model).location, [], {})
-    assert ("limit_mm_per_prompt" in found) == limited
+    assert found.get("limit_mm_per_prompt") == ({"image": 0, "video": 0, "audio": 0} if limited else None)
 
 
 @pytest.mark.parametrize("flavour", SUPPORTED, ids=lambda f: f.device)
@@ -76,3 +76,18 @@ def test_a_launcher_s_environment_is_left_alone(monkeypatch):
         set_environment(CUDA, QWEN)
         forget_launch()
         assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", "1234")
+
+
+def test_a_child_does_not_meet_its_parent_s_port(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in ("RANK", "KVLAB_LAUNCH")})
+        set_environment(CUDA, QWEN)
+        port = os.environ["MASTER_PORT"]
+        set_environment(CUDA, QWEN)
+        assert os.environ["MASTER_PORT"] == port
+        patch.setattr(os, "getpid", lambda: 1)
+        set_environment(CUDA, QWEN)
+        assert os.environ["MASTER_PORT"] != port
+        assert (os.environ["KVLAB_LAUNCH"], os.environ["WORLD_SIZE"]) == ("1", "1")
+        forget_launch()
+        assert "MASTER_PORT" not in os.environ

@@ -55,3 +55,15 @@ def test_a_load_that_failed_leaves_nothing_though_its_error_is_kept(closed, mode
     told = closed(model)
     assert told["unloaded"].startswith("CapacityError: ")
     assert told["parameters_unloaded"] == 0
+
+
+@every_model
+def test_an_interrupted_load_leaves_nothing_and_the_next_one_works(closed, model):
+    told = closed(model)
+    interrupt, failure = told["interrupted"]
+    assert interrupt.startswith("KeyboardInterrupt")
+    assert failure.startswith(f"EngineError: vLLM could not load model '{model}': ")
+    assert "a name that moved" in failure
+    assert told["parameters_interrupted"] == 0
+    assert told["launch_interrupted"] == []
+    assert told["loads_again"] == 64

@@ -60,8 +60,16 @@ class Runner:
         self.requests += list(output.expected)
         batch = self.prepare_inputs(output)
         ids = torch.zeros(int(batch.num_scheduled_tokens.sum()), dtype=torch.int32)
-        self.model.forward(input_ids=ids)
+        self.model.forward(**self.inputs(ids))
         self.execute_model_state = "waits for sampling"
+
+    def inputs(self, ids):
+        return {"input_ids": ids}
+
+
+class EmbeddingRunner(Runner):
+    def inputs(self, ids):
+        return {"input_ids": None, "inputs_embeds": torch.zeros(len(ids), 4)}
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +131,13 @@ def test_a_finished_call_lets_go_of_model_and_runner_though_the_runner_fails(bat
     del runner
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_model_that_is_given_embeddings_would_not_see_the_case_s_tokens(batch):
+    runner = EmbeddingRunner(lambda **inputs: inputs["inputs_embeds"])
+    with pytest.raises(EngineError, match=r"embeddings in place of the case's token IDs.*language_model_only"):
+        CaughtForward(runner, batch, V2)
+    assert runner.requests == []
 
 
 def test_another_batch_than_was_asked_for_is_told(batch):
