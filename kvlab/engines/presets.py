@@ -22,7 +22,11 @@ CONFIG = "config.json"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Keys that bound the context, as vLLM reads them (`vllm/transformers_utils/model_arch_config_convertor.py`).
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# As `transformers_utils/model_arch_config_convertor.py` has them; `model_max_length` goes before all.
+_CONTEXT_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
 # Rotary scalings whose factor stretches the context beyond those keys; Gemma 3 has it counted in.
 _STRETCHING, _STRETCHED = ("linear", "dynamic"), ("gemma3", "gemma3_text")
 
@@ -71,14 +75,24 @@ class ModelSource:
         """Tokens of KV that the model takes; None where the configuration alone does not tell."""
         text = self.text_config
         scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        if (scaling.get("rope_type") or scaling.get("type")) in _STRETCHING and text["model_type"] not in _STRETCHED:
+        if (scaling.get("rope_type") or scaling.get("type")) in _STRETCHING and text.get(
+            "model_type"
+        ) not in _STRETCHED:
             return None
         lengths = [text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)]
         return text.get("model_max_length") or min(lengths, default=None)
 
     def overridden(self, overrides: Mapping[str, Any] | None) -> ModelSource:
-        """The model with some values of its configuration replaced, nested ones too (vLLM's `hf_overrides`)."""
-        return replace(self, config=merged(self.config, overrides or {}))
+        """The model with some values of its configuration replaced, as vLLM applies `hf_overrides`.
+
+        Within a sub-configuration (`text_config`) values are replaced one by one; any other dictionary
+        (`rope_parameters`) is replaced whole (`vllm/config/model.py`, _apply_dict_overrides).
+        """
+        config = dict(self.config)
+        for key, value in (overrides or {}).items():
+            nested = key.endswith("_config") and key != "quantization_config"
+            config |= merged(config, {key: value}) if nested else {key: value}
+        return replace(self, config=config)
 
     def topk_override(self, topk: int) -> dict[str, Any]:
         """`hf_overrides` with which sparse attention chooses `topk` tokens.

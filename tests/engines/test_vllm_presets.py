@@ -2,6 +2,8 @@
 
 import json
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -179,3 +181,28 @@ def test_merging_leaves_both_arguments_alone():
     config, overrides = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "d": {"e": 5}}
     assert merged(config, overrides) == {"a": {"b": 4, "c": 2}, "d": {"e": 5}}
     assert config == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+def test_overrides_are_applied_as_vllm_does():
+    """A sub-configuration is gone into; another dictionary is one value."""
+    rope = {"rope_type": "linear", "factor": 4}
+    config = {
+        "rope_parameters": rope,
+        "quantization_config": {"bits": 8, "group": 32},
+        "text_config": {"rope_parameters": dict(rope), "index_topk": 9},
+    }
+    source = ModelSource("m", "m", config)
+    new = {"rope_parameters": {"rope_theta": 1e6}}
+    found = source.overridden({**new, "quantization_config": {"bits": 4}, "text_config": {**new, "layers": 2}}).config
+    assert found["rope_parameters"] == {"rope_theta": 1e6}
+    assert found["quantization_config"] == {"bits": 4}
+    assert found["text_config"] == {"rope_parameters": {**rope, "rope_theta": 1e6}, "index_topk": 9, "layers": 2}
+    assert source.config == config
+    assert source.overridden(None).config == config
+
+
+@pytest.mark.vllm
+def test_lengths_are_read_from_keys_that_this_vllm_reads():
+    vllm = Path(find_spec("vllm").origin).parent
+    text = (vllm / "transformers_utils" / "model_arch_config_convertor.py").read_text(encoding="utf-8")
+    assert [key for key in (*presets._CONTEXT_KEYS, "model_max_length") if f'"{key}"' not in text] == []
