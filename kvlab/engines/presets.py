@@ -75,9 +75,8 @@ class ModelSource:
         """Tokens of KV that the model takes; None where the configuration alone does not tell."""
         text = self.text_config
         scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        if (scaling.get("rope_type") or scaling.get("type")) in _STRETCHING and text.get(
-            "model_type"
-        ) not in _STRETCHED:
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind in _STRETCHING and text.get("model_type") not in _STRETCHED:
             return None
         lengths = [text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)]
         return text.get("model_max_length") or min(lengths, default=None)
