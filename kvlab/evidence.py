@@ -15,6 +15,7 @@ from kvlab.causes import find_cause
 from kvlab.database import FILE
 from kvlab.errors import KvlabError
 from kvlab.export import RECORD
+from kvlab.gaps import gap_table
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table
 from kvlab.kernel_names import SELECTION
 from kvlab.pace import paces
@@ -45,17 +46,14 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
         With `rounds`, `arms` (how many), `utc` and `path` of the run (an export may have another name than the run that
         it is of), `swept` (the case is one of a grid) and `hurried` (of `kvlab.pace`).
     """
-    tables = []
+    # Of no run: the columns and their types, for all that asks the table something.
+    tables = [gap_table([], {}).assign(rounds=0, hurried=False, arms=0, utc="", path="")]
     for run in runs:
         table = run.gaps.merge(paces(run), on=["case", "mode"], how="left", validate="m:1")
         arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
         tables.append(table.assign(arms=arms, utc=str(run.provenance.get("utc", "")), path=str(run.path)))
-    if not tables:
-        return pd.DataFrame(
-            columns=[*STEP, "case", "mode", "arm", "gap", "rounds", "arms", "utc", "swept", "run", "path"]
-        )
-    rows = pd.concat(tables, ignore_index=True)
-    rows["swept"] = rows["case"].str.contains(_SWEPT, regex=True)
+    rows = pd.concat(tables[1:] or tables, ignore_index=True)
+    rows["swept"] = rows["case"].astype("str").str.contains(_SWEPT, regex=True)
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -28,8 +29,8 @@ PROVENANCE: dict[str, Any] = {
 ARMS = ("zeros", "zeros_again", "random")
 
 
-def rows(number: int = 0, replays: int = 2, **more: Any) -> list[dict[str, Any]]:
-    """A round of three arms; the time tells round, position and replay."""
+def rows(number: int = 0, replays: int = 2, arms: Sequence[str] = ARMS, **more: Any) -> list[dict[str, Any]]:
+    """A round of some arms; the time tells round, position and replay."""
     return [
         {
             "position": position,
@@ -40,7 +41,7 @@ def rows(number: int = 0, replays: int = 2, **more: Any) -> list[dict[str, Any]]
             "us": 1000.0 + 100 * number + 10 * position + replay,
             **more,
         }
-        for position, arm in enumerate(ARMS)
+        for position, arm in enumerate(arms)
         for replay in range(replays)
     ]
 

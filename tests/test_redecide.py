@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvlab import open_run
+from kvlab.run import Run
+from kvlab.stats import MIN_ROUNDS
+
+from handmade_runs import PROVENANCE, STUDY, add_case, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted(record.parent for record in (ROOT / "data").glob("*/*/cases.parquet"))
@@ -56,3 +60,15 @@ def test_whole_rounds_without_a_verdict_get_one(tool, tmp_path):
     }
     assert set(run.verdicts["case"]) == set(open_run(ONE).verdicts["case"])
     assert run.samples["us"].tolist() == open_run(ONE).samples["us"].tolist()
+
+
+def test_an_arm_that_was_not_finite_is_not_taken_for_those_whose_names_are_part_of_its(tool, tmp_path):
+    place = tmp_path / "run"
+    with Run.create(place, {**STUDY, "replays": 1, "arms": [*STUDY["arms"], "random(std=0.5)"]}, PROVENANCE) as run:
+        add_case(run)
+        run.case_facts("decode", nonfinite_isolated=["zeros_again", "random(std=0.5)"])
+        arms = ("zeros", "zeros_again", "random", "random(std=0.5)")
+        for number in range(MIN_ROUNDS):
+            run.add_round("decode", "isolated", number, rows(number, arms=arms))
+    verdict = tool.redecided(open_run(place), "decode", "isolated")
+    assert verdict["finite"] == {"zeros": True, "zeros_again": False, "random": True, "random(std=0.5)": False}

@@ -44,7 +44,9 @@ def redecided(run: Run, case: str, mode: str) -> dict[str, Any] | None:
     plan = Plan.of(run.study["arms"], mode=mode, **{name: run.study[name] for name in ("margin", "replays", "seed")})
     facts = run.cases.set_index("case").loc[case].dropna()
     old = run.verdict_of(case, mode) or {**_head(run, facts, mode), "plan": _of(facts, f"plan_{mode}_")}
-    finite = old.get("finite") or {arm.name: arm.name not in facts.get(f"nonfinite_{mode}", ()) for arm in plan.arms}
+    # A list that a case's table holds as text: an arm's name may be part of another's.
+    nonfinite = json.loads(facts.get(f"nonfinite_{mode}", "[]"))
+    finite = old.get("finite") or {arm.name: arm.name not in nonfinite for arm in plan.arms}
     moved = old.get("routing_moved") or _routing_moved(facts, plan)
     outside = None if math.isnan(facts.get("outside_writes", math.nan)) else int(facts["outside_writes"])
     found = Examination(finite, outside_writes=old.get("outside_writes", outside), routing_moved=moved)
