@@ -34,7 +34,7 @@ def measure_round(
 
     Returns:
         Rows for `Run.add_round`; and what the card did meanwhile, a row an arm for `Run.add_telemetry`, which has yet
-        to learn case, mode and round; none where there are no sensors.
+        to learn case, mode and round; none where there are no sensors. `failure`: why readings ended early, where so.
     """
     by_name = {arm.name: arm for arm in plan.arms}
     rows: list[dict[str, Any]] = []
@@ -57,8 +57,10 @@ def measure_round(
         if timer.rest:
             # The power sensor's average reaches into the rests: 338 W where the same step took 653 W without.
             reading = replace(reading, watts=None, watts_source=None)
-        if reading.readings:
-            readings.append({"arm": name, "t_s": since or sampler.readings[0].t_s, **asdict(reading)})
+        if reading.readings or sampler.failure:
+            begin = since or (sampler.readings[0].t_s if sampler.readings else time.perf_counter())
+            failed = {"failure": sampler.failure} if sampler.failure else {}
+            readings.append({"arm": name, "t_s": begin, **asdict(reading), **failed})
         finite[name] &= bool(timer.output().isfinite().all())
         rows += [
             {

@@ -32,7 +32,7 @@ from kvlab.rounds import measure_round
 from kvlab.run import Run
 from kvlab.stats import MIN_ROUNDS
 from kvlab.ticks import Progress, Tick, told
-from kvlab.verdict import case_verdict, failed_verdict, verdict_head
+from kvlab.verdict import case_verdict, failed_verdict, verdict_head, with_reasons
 
 # Seconds of replays before the first round.
 _WARM_UP = 0.5
@@ -259,14 +259,18 @@ class Study:
             verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
             verdict["plan"] = rounds.as_dict()
             if rest.share:
-                verdict |= {"rest": rest.share, "reasons": [*verdict["reasons"], str(rest)]}
+                verdict = with_reasons({**verdict, "rest": rest.share}, str(rest))
+            if lost := self.run.facts_of(name).get(f"sensors_failed_{mode}"):
+                verdict = with_reasons(
+                    verdict, f"Clocks and watts are of some rounds only, as a sensor failed: {lost}."
+                )
             yield verdict
             if plan.explain:
                 try:
                     yield verdict | explain(step, timer, plan, mode, self.run, found.routing_moved)
                 except EngineError as error:
                     # The times stand without it; the same call again tries once more.
-                    yield {**verdict, "reasons": [*verdict["reasons"], f"no cause was looked for: {error}"]}
+                    yield with_reasons(verdict, f"no cause was looked for: {error}")
         finally:
             timer.close()
 
@@ -302,6 +306,8 @@ class Study:
                     break
                 begin = time.perf_counter()
                 rows, readings = measure_round(step, timer, self.plan, mode, index, self._telemetry, finite)
+                for failed in dict.fromkeys(each["failure"] for each in readings if "failure" in each):
+                    self.run.case_facts(name, **{f"sensors_failed_{mode}": failed})
                 if bad := sorted(arm for arm, fine in finite.items() if not fine):
                     self.run.case_facts(name, **{f"nonfinite_{mode}": bad})
                 self.run.add_round(name, mode, index, rows)

@@ -50,6 +50,17 @@ def failed_verdict(plan: Plan, reasons: Sequence[str], finite: Mapping[str, bool
     }
 
 
+def with_reasons(verdict: Mapping[str, Any], *sentences: str) -> dict[str, Any]:
+    """The verdict with more to say than its samples do; `added` tells these sentences from the samples'."""
+    if not sentences:
+        return dict(verdict)
+    return {
+        **verdict,
+        "reasons": [*verdict["reasons"], *sentences],
+        "added": [*verdict.get("added", ()), *sentences],
+    }
+
+
 def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[str, Any]:
     """The verdict that a case's samples in one mode support.
 

@@ -110,3 +110,19 @@ def test_an_isolated_arm_has_come_to_its_pace_on_a_gpu(hand_engine, kind, least)
             begin, counted = None, counted + 1
     assert counted == 3
     assert kind != "cpu_clock" or [count for count, _ in clock.calls] == [1, 3] * 3
+
+
+class Failing(Card):
+    def read(self):
+        raise OSError("card lost")
+
+
+@pytest.mark.parametrize("mode", ["isolated", "sustained"])
+def test_a_sensor_that_fails_does_not_end_the_round_and_is_told(hand_engine, mode):
+    clock = Clock(mode, "cuda_graph_events")
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    finite = {arm.name: True for arm in PLAN.arms}
+    rows, readings = measure_round(step, clock, PLAN, mode, 0, Failing(False), finite)
+    assert {row["sm_mhz"] for row in rows} == {None}
+    assert [each["arm"] for each in readings] == list(dict.fromkeys(row["arm"] for row in rows))
+    assert {each["failure"] for each in readings} == {"OSError: card lost"}

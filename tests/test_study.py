@@ -249,6 +249,34 @@ def test_slow_clocks_are_flagged_by_the_highest_seen(hand_engine, simulated_cloc
     assert beside["readings"].ge(2).all()
 
 
+def test_a_sensor_that_fails_on_the_way_is_told_and_the_times_stand(
+    hand_engine, simulated_clock, tmp_path, monkeypatch
+):
+    from kvlab.measure import telemetry
+
+    class Lost(telemetry.Telemetry):
+        source = "simulated"
+        left = 12
+
+        def read(self):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("card lost")
+            return telemetry.Reading(sm_mhz=1980.0, watts=690.0, throttled=False)
+
+    monkeypatch.setattr("kvlab.study.make_telemetry", lambda device: Lost())
+    simulated_clock(steady())
+    run = check(hand_engine, ["d=1@40"], rounds=8, out=tmp_path / "run")
+    verdict = run.verdict_of("d", "isolated")
+    assert verdict["verdict"] == "equivalent"
+    (told,) = verdict["added"]
+    assert told == "Clocks and watts are of some rounds only, as a sensor failed: OSError: card lost."
+    assert verdict["reasons"][-1] == told
+    failed = run.telemetry["failure"]
+    assert failed.notna().any()
+    assert failed.isna().any()
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_too_few_rounds_are_inconclusive_and_plain_json(hand_engine, simulated_clock, tmp_path, rounds):
     simulated_clock(steady())

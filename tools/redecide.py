@@ -51,10 +51,7 @@ def redecided(run: Run, case: str, mode: str) -> dict[str, Any] | None:
     outside = None if math.isnan(facts.get("outside_writes", math.nan)) else int(facts["outside_writes"])
     found = Examination(finite, outside_writes=old.get("outside_writes", outside), routing_moved=moved)
     new = old | case_verdict(samples, plan, found)
-    # Sentences that the study adds: of a rest, of a cause that was not found.
-    if old.get("rest"):
-        new["reasons"] += [told for told in old["reasons"] if told.startswith("Each replay was followed by a rest")]
-    new["reasons"] += [told for told in old.get("reasons", ()) if told.startswith("no cause was looked for")]
+    new["reasons"] += old.get("added", ())
     if "cause" in old:
         cause = find_cause(
             samples,
