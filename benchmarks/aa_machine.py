@@ -24,7 +24,7 @@ from kvlab.cases import Case, parse_case
 from kvlab.engines.load import load_engine
 from kvlab.kv.fills import Zeros
 from kvlab.plan import AGAIN, BASELINE, Arm, Plan
-from kvlab.provenance import identity
+from kvlab.provenance import device_name, identity
 from kvlab.run import Run, open_run
 from kvlab.stats import position_bias
 from kvlab.study import Study
@@ -48,12 +48,12 @@ def told(run: Run) -> str:
     }
     rounds = samples.assign(round=samples["case"] + " " + samples["round"].astype(str))
     bias = position_bias(rounds.drop(columns="case"))
-    of, who = run.provenance, identity(run.provenance)
-    device = who["gpu"] if who["gpu"] != "none" else of.get("cpu")
+    who = identity(run.provenance)
+    device = f"{device_name(who['gpu'])}, torch {who['torch']}"
     step, mode = verdicts["text"].iloc[0].partition("=")[2], verdicts["mode"].iloc[0]
     return "\n".join(
         (
-            f"# {run.study['model']}, {run.study['engine']} engine, {step}, {mode}; {device}, torch {who['torch']}",
+            f"# {run.study['model']}, {run.study['engine']} engine, {step}, {mode}; {device}",
             pd.DataFrame([table]).to_string(index=False),
             "by position in the round, %: "
             + "; ".join(f"{100 * b.bias:+.3f} ({100 * b.lo:+.3f} .. {100 * b.hi:+.3f})" for b in bias.itertuples()),

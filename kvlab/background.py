@@ -125,7 +125,7 @@ def start(spec: Mapping[str, Any], out: str | Path) -> Job:
         spec: `command` (`check` or `sweep`), `model`, `engine`, `engine_options` (of `load_engine`); `cases` for a
             check, `sweep` (arguments of the grid) for a sweep; and any of `arms`, `margin`, `mode`, `rounds`,
             `budget`, `replays`, `discard`, `seed`, `explain`. JSON-able.
-        out: folder of the run; the same spec goes on with it.
+        out: folder of the run; the same spec resumes it.
 
     Raises:
         StudyError: for a spec that cannot be one. What is wrong in its values the child says, as state `failed`.

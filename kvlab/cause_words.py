@@ -220,12 +220,6 @@ def percent(share: float) -> str:
     return f"{value:+.1f} %" if abs(value) >= 0.995 else f"{value:+.2f} %"
 
 
-def duration(us: float) -> str:
-    """Signed microseconds, or milliseconds from 1,000 us on: +250 us, -6.6 ms."""
-    scale, digits, unit = _unit(us)
-    return f"{us / scale:+,.{digits}f} {unit}"
-
-
 def _unit(us: float) -> tuple[float, int, str]:
     """Divisor, digits after the point and name of the unit that a duration is told in."""
     if abs(us) >= 999.5:

@@ -159,7 +159,7 @@ def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]])
 
         print(verdict_table(verdicts))
         for note in run.provenance.get("notes", ()):
-            print(f"done in a lesser way: {note}")
+            print(f"fallback: {note}")
         kernels = run.kernels
         for verdict in verdicts:
             if "cause" in verdict:

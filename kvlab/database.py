@@ -55,7 +55,7 @@ class Database:
     Attributes:
         file: the SQLite file.
         writable: this is the one writer.
-        notes: what could only be done in a lesser way, a sentence each.
+        notes: what was fallen back to, a sentence each.
     """
 
     def __init__(self, file: Path, writable: bool) -> None:
@@ -170,7 +170,7 @@ class Database:
                     connection.close()
 
     def close(self) -> None:
-        """Fold the log into the file and give up the lock; again does nothing."""
+        """Fold the log into the file and give up the lock; closing twice is harmless."""
         connection, self._connection = self._connection, None
         if connection is not None:
             # With readers about, or on a full disk, the log stays: the next open reads it.

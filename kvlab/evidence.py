@@ -80,8 +80,8 @@ def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
 
 
 def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
-    """A row a model, phase, context and mode, all of a line of one batch: that with most contexts, then the largest;
-    where no batch has two contexts, the largest batch at each.
+    """One row per model, phase, context and mode. A line over contexts is of one batch: the one with most contexts,
+    then the largest; where no batch has two contexts, the largest batch at each.
 
     Of several runs of a step it is one that is not `hurried`, then one that holds both modes, then that of most rounds,
     then the newest.
@@ -178,13 +178,6 @@ def other_arms(runs: Iterable[Run]) -> pd.DataFrame:
     usual = rows["arm"].map(lambda arm: zero_fraction(arm) is not None or arm.startswith("mix(kv=")).astype(bool)
     beside = (~usual).groupby([rows[key] for key in ("path", "case", "mode")]).transform("any")
     return _speaking(rows[~usual | (beside & (rows["arm"] == "random"))], [*STEP, "arm"])
-
-
-def power_limit(runs: Iterable[Run]) -> float | None:
-    """Watts of the card; None where it is not known, or not the same for all runs."""
-    limits = {gpu.get("power_limit_watts") for run in runs for gpu in run.provenance.get("gpus") or ()}
-    limit = limits.pop() if len(limits) == 1 else None
-    return None if limit is None else float(limit)
 
 
 def readings(cases: Iterable[tuple[Run, str, str]]) -> pd.DataFrame:

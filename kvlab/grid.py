@@ -132,7 +132,7 @@ def sweep(
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Check every case of a grid; all of it in one run, which the same call goes on with after an interruption.
+    """Check every case of a grid; all of it in one run, which the same call resumes after an interruption.
 
     Args:
         engine: a loaded engine, left open; or a function of a top-k that loads one, each closed here. Sweeping over

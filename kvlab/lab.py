@@ -27,7 +27,7 @@ from kvlab.evidence import open_runs
 from kvlab.evidence import records as read_records
 from kvlab.export import RECORD
 from kvlab.lab_tables import TABLE
-from kvlab.provenance import identity, machine
+from kvlab.provenance import device_name, identity, machine
 from kvlab.report.content import verdict_table as tabulate
 from kvlab.report.facts import by_severity, read_runs
 from kvlab.run import Run, open_run
@@ -91,7 +91,7 @@ def origin(*runs: Run) -> str:
     for source in dict.fromkeys(map(_source, runs)):
         of = [run for run in runs if _source(run) == source]
         who = [identity(run.provenance) for run in of]
-        gpus = ", ".join(dict.fromkeys(each["gpu"].removeprefix("none (").removesuffix(")") for each in who))
+        gpus = ", ".join(dict.fromkeys(device_name(each["gpu"]) for each in who))
         vllm = ", ".join(dict.fromkeys(f"vLLM {each['vllm']}" for each in who if each["vllm"][:1].isdigit()))
         where = {
             "committed": f"from {_count(of)} that came with the repository",
@@ -199,7 +199,7 @@ def _sentences(texts: Iterable[str | None]) -> str:
 def title(run: Run) -> str:
     """What a run is of: model, card, engine, mode."""
     first = run.verdicts.iloc[0] if len(run.verdicts) else run.study
-    device = str(first["gpu"]).removeprefix("none (").removesuffix(")")
+    device = device_name(first["gpu"])
     modes = " and ".join(dict.fromkeys(run.verdicts["mode"]))
     return f"{first['model']} on {device}, {first['engine']} engine{', ' if modes else ''}{modes}"
 
@@ -224,7 +224,7 @@ def picks(step: Step, arms: Sequence[str], seed: int = 0) -> pd.DataFrame:
 def folder(name: str, **parameters: Any) -> Path:
     """`runs/NAME-KEY`, the key made of the parameters and of what is measured with.
 
-    The same notebook with the same parameters so goes on with the run that it began, and with others begins another.
+    So the same notebook with the same parameters resumes the run that it began; with others it begins another.
     """
     asked = json.dumps([parameters, identity(machine())], sort_keys=True, default=str)
     return Path("runs") / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
@@ -233,7 +233,7 @@ def folder(name: str, **parameters: Any) -> Path:
 def measure(name: str, command: str, model: str, engine: str, **spec: Any) -> Run:
     """Check or sweep in a child process, with a bar.
 
-    The run is in `folder(name, ...)`, so the same call goes on with it after an interruption.
+    The run is in `folder(name, ...)`, so the same call resumes it after an interruption.
 
     Args:
         name: of what asks, for the folder.

@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What must be equal for a run to be gone on with. More rounds, another mode or an explanation add to it."""
+        """What must match for a run to be resumed. More rounds, another mode or an explanation add to it."""
         return {
             "margin": self.margin,
             "replays": self.replays,

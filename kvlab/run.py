@@ -49,7 +49,7 @@ class Run:
         path: the folder.
         study: what was asked for; only an equal study resumes the run.
         provenance: what the first process measured with; later ones that resumed it under `resumed`, and under
-            `notes` what could only be done in a lesser way.
+            `notes` what was fallen back to, a sentence each.
     """
 
     def __init__(self, path: Path, record: Mapping[str, Any], database: Database | None = None) -> None:

@@ -68,7 +68,7 @@ def check(
         replays, discard: timed replays per arm and round, after discarded ones; under a power cap, sustained, 2 s.
         explain: profile each arm's kernels after the rounds, and name the cause of the gap.
         out: folder of the run; `runs/MODEL-ENGINE-TIME` when absent. A folder with an unfinished run of the same
-            study is gone on with.
+            study is resumed.
         progress: called with a `Tick` as rounds finish.
 
     Returns:
@@ -191,18 +191,14 @@ class Study:
             self._index += len(cases) * len(self.plan.modes)
         return finished
 
-    def check_case(self, engine: Engine, case: Case, **facts: Any) -> None:
-        """Measure a case in every mode in which it is not finished, and store the verdicts.
-
-        Args:
-            facts: further keys of the verdicts and columns of `Run.cases`.
-        """
+    def check_case(self, engine: Engine, case: Case) -> None:
+        """Measure a case in every mode in which it is not finished, and store the verdicts."""
         todo = [mode for mode in self.plan.modes if not self.is_finished(case.name, mode)]
         self._index += len(self.plan.modes) - len(todo)
         if not todo:
             return
         begin = time.perf_counter()
-        facts = {**case_axes(case), "topk": engine.topk, **facts}
+        facts = {**case_axes(case), "topk": engine.topk}
         self.run.add_case(case.name, str(case), case.phase, [asdict(request) for request in case.requests], **facts)
         step: Step | None = None
         try:
@@ -230,7 +226,7 @@ class Study:
         return step
 
     def _verdicts(self, step: Step | None, found: Examination, mode: str, begin: float) -> Iterator[dict[str, Any]]:
-        """The verdict, then with its cause: who is stopped while that is looked for has the first."""
+        """The verdict, then the verdict with its cause, so that an interrupt while profiling keeps the first."""
         if step is None or found.culprits:
             yield failed_verdict(self.plan, found.culprits, found.finite)
             return
@@ -261,9 +257,7 @@ class Study:
             if rest.share:
                 verdict = with_reasons({**verdict, "rest": rest.share}, str(rest))
             if lost := self.run.facts_of(name).get(f"sensors_failed_{mode}"):
-                verdict = with_reasons(
-                    verdict, f"Clocks and watts are of some rounds only, as a sensor failed: {lost}."
-                )
+                verdict = with_reasons(verdict, f"Some rounds have no clocks or watts, as a sensor failed: {lost}.")
             yield verdict
             if plan.explain:
                 try:
@@ -297,7 +291,7 @@ class Study:
     def _time_rounds(
         self, step: Step, timer: Timer, mode: str, finite: dict[str, bool], rounds: int, budget: float = float("inf")
     ) -> list[float]:
-        """Seconds of each round that was missing; none beyond the least of a verdict is begun that the budget lacks."""
+        """Time the missing rounds; seconds of each. Beyond `MIN_ROUNDS` none is begun that the budget lacks."""
         name, seconds = step.case.name, list[float]()
         done = set(self.run.finished_rounds(name, mode))
         for index in range(rounds):

@@ -55,7 +55,7 @@ TABLES = {
                 "case": "str",
                 "mode": "str",
                 "round": "int64",
-                "process": "int64",  # the how manieth process that wrote to the run, from 0
+                "process": "int64",  # index of the process that timed the round, from 0
                 "position": "int64",  # of the arm in its round, from 0
                 "arm": "str",
                 "fill": "str",
@@ -93,13 +93,13 @@ TABLES = {
             },
             required=("verdict",),
         ),
-        # Then whatever the profiler says of a kernel: role, calls, share, ...
+        # Then whatever the profiler says of a kernel: role, calls, us_each, ...
         Table(
             "kernels",
             {"case": "str", "mode": "str", "arm": "str", "kernel": "str", "us": "float64"},
             required=("case", "mode", "arm", "kernel", "us"),
         ),
-        # Then whatever the sensors say: t, sm_mhz, mem_mhz, watts, celsius, throttled, ...
+        # Then whatever the sensors say: t_s, sm_mhz, mem_mhz, watts, celsius, throttled, ...
         Table("telemetry", {"case": "str", "mode": "str", "arm": "str"}, required=("case", "mode", "arm")),
     )
 }

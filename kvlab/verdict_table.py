@@ -105,7 +105,7 @@ def closing(profiles: dict[str, Any], arm: str) -> list[str]:
 
 
 def _kernel_rows(verdict: dict[str, Any], table: pd.DataFrame) -> str:
-    """The largest gaps, all others as one row, and what the kernels leave of the step, in two rows, or more than it."""
+    """The largest gaps, all other kernels as one row, and two that reconcile the sum with the timed step."""
     arm, numbers = verdict["arm"], ["baseline_us", "arm_us", "gap_us"]
     kernels, total = table[~table["role"].isin((REST, TOTAL))], table[table["role"] == TOTAL]
     shown, left = kernels.iloc[:_KERNELS], kernels.iloc[_KERNELS:]

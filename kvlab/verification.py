@@ -142,8 +142,8 @@ def verify_step(step: Step, seed: int = 0, *, probe_reads: bool = True) -> Verif
 def reads_unwritten(step: Step, seed: int = 0, region: str = "all") -> str | None:
     """What the output owes to bytes that hold no token of the case: `no`, `masked`, `yes`, or None: it cannot be told.
 
-    Readable are the states that cover the first `kv_len` tokens of each request, whole recurrent states and rings, and
-    the null block. All other bytes are overwritten: with NaNs, and where the output moves by more than it does by
+    A step may read the states of each request's first `kv_len` tokens, whole recurrent states and rings, and the null
+    block. All other bytes are overwritten: with NaNs, and where the output moves by more than it does by
     itself, with two finite values. A kernel that reads whole pages and gives the rest no weight turns a NaN into NaN,
     a number into nothing; one that uses what it reads tells the two values apart.
 

@@ -67,7 +67,7 @@ class Lab:
         atexit.register(self.close)
         if left := unfinished.last_left(self.runs):
             self.fill_in(left.settings)
-            self.status.value = html.escape(f"{left.folder.name} is not finished: Start goes on with it.")
+            self.status.value = html.escape(f"{left.folder.name} is not finished: Start resumes it.")
         before, Lab._latest = Lab._latest, self
         if before is not None and before._job is not None:
             self._asked, job, before._job = before._asked, before._job, None

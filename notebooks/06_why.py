@@ -22,6 +22,7 @@ from IPython.display import Markdown, display
 
 import kvlab
 from kvlab import evidence, lab, lab_tables, plots
+from kvlab.provenance import power_limit
 
 lab.setup()
 runs = lab.stored(source, lambda run: len(run.kernels)) or [
@@ -68,7 +69,7 @@ for run, name, of_mode in found:
 # A step that draws more power under random KV runs at a lower clock once it meets the limit of the board.
 
 # %%
-readings, limit = evidence.readings(found), evidence.power_limit(runs)
+readings, limit = evidence.readings(found), power_limit(run.provenance for run in runs)
 sensed = "sm_mhz" in readings
 display(plots.plot_clocks(readings, power_limit_watts=limit)[0] if sensed else Markdown("No clocks without a GPU."))
 

@@ -4,22 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cause_words import duration, percent
-
-
-@pytest.mark.parametrize(
-    ("us", "text"),
-    [
-        (250.4, "+250 us"),
-        (-6572.0, "-6.6 ms"),
-        (999.4, "+999 us"),
-        (999.6, "+1.0 ms"),
-        (-3.14, "-3.1 us"),
-        (9.97, "+10 us"),
-    ],
-)
-def test_durations(us, text):
-    assert duration(us) == text
+from kvlab.cause_words import percent
 
 
 @pytest.mark.parametrize(
@@ -29,8 +14,6 @@ def test_percentages(share, text):
     assert percent(share) == text
 
 
-@given(st.floats(-1e7, 1e7), st.floats(-10, 10))
-def test_what_is_read_back_is_what_was_meant(us, share):
-    number, unit = duration(us).replace(",", "").split()
-    assert float(number) * {"us": 1, "ms": 1000}[unit] == pytest.approx(us, rel=0.06, abs=0.06)
+@given(st.floats(-10, 10))
+def test_what_is_read_back_is_what_was_meant(share):
     assert float(percent(share).split()[0]) / 100 == pytest.approx(share, rel=0.06, abs=6e-5)

@@ -15,6 +15,7 @@ from kvlab import evidence, lab_tables, pace
 from kvlab.kernel_gaps import kernel_gap_table
 from kvlab.lab import COMMITTED
 from kvlab.plots.style import MINUS, OTHER_PACE, VERDICT_STYLE
+from kvlab.provenance import power_limit
 from kvlab.run import Run, open_run
 
 
@@ -227,8 +228,8 @@ def test_the_profiled_case_of_a_model_has_its_largest_gap(profiled: Run):
     assert (case, mode) == (gaps.idxmax(), "isolated")
     assert evidence.profiled_cases([open_run(COMMITTED / "vllm-gpt-oss-20b-isolated")]) == []
     assert set(evidence.readings([(run, case, mode)])["arm"]) == {"zeros", "random"}
-    assert evidence.power_limit([run]) is None
-    assert evidence.power_limit(evidence.open_runs(COMMITTED)) == 700
+    assert power_limit([run.provenance]) is None
+    assert power_limit(run.provenance for run in evidence.open_runs(COMMITTED)) == 700
 
 
 def test_a_stored_cause_speaks_for_the_step_in_other_runs_too(profiled: Run):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import kvlab
 from kvlab import provenance
-from kvlab.provenance import identity, machine
+from kvlab.provenance import device_name, identity, machine
 
 # Three rows as drivers 580 print them: a plain card, one without readable limits, one split by MIG.
 SMI = """\
@@ -237,3 +237,10 @@ def test_the_checkout_is_named_by_its_commit_and_other_places_by_none(monkeypatc
 def test_the_cpu_is_named_without_proc(monkeypatch):
     monkeypatch.setattr(provenance.Path, "exists", lambda self: False)
     assert provenance._cpu_model()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "2x NVIDIA H200", "CPU (TM) of one", "none", "unknown"])
+def test_a_device_is_named_without_the_word_for_no_card(name):
+    assert device_name(name) == name
+    assert device_name(f"none ({name})") == name
+    assert device_name(identity({"gpus": [], "cpu": name})["gpu"]) == name

@@ -270,7 +270,7 @@ def test_a_sensor_that_fails_on_the_way_is_told_and_the_times_stand(
     verdict = run.verdict_of("d", "isolated")
     assert verdict["verdict"] == "equivalent"
     (told,) = verdict["added"]
-    assert told == "Clocks and watts are of some rounds only, as a sensor failed: OSError: card lost."
+    assert told == "Some rounds have no clocks or watts, as a sensor failed: OSError: card lost."
     assert verdict["reasons"][-1] == told
     failed = run.telemetry["failure"]
     assert failed.notna().any()

@@ -169,7 +169,7 @@ def test_after_a_restart_the_settings_are_filled_in_and_start_goes_on(board, tmp
     second = Lab("runs")
     try:
         assert second.settings() == board.settings()
-        assert "is not finished: Start goes on with it" in second.status.value
+        assert "is not finished: Start resumes it" in second.status.value
         second.start_button.click()
         wait(second)
         assert second.status.value.startswith("done"), second.message.value

@@ -29,6 +29,7 @@ from kvlab.kernel_gaps import kernel_gap_table
 from kvlab.kv.fills import SCORES
 from kvlab.measure.settling import MORE_S, SETTLE_CAPPED_S, TIMED_CAPPED_S
 from kvlab.plots.style import microseconds, percent, tokens
+from kvlab.provenance import power_limit
 from kvlab.report.content import estimate_text
 from kvlab.run import Run, open_run
 from kvlab.verdict_table import verdict_table
@@ -127,7 +128,7 @@ class Page:
                     rows,
                     self.recorded("readings"),
                     timed=(SETTLE_CAPPED_S, SETTLE_CAPPED_S + MORE_S + TIMED_CAPPED_S),
-                    power_limit_watts=evidence.power_limit(self.runs),
+                    power_limit_watts=power_limit(run.provenance for run in self.runs),
                     title=f"{self.settled_step}, replays back to back, after the contents of its KV cache change",
                 )[0],
             )

@@ -136,7 +136,7 @@ class Engine(ABC):
             )
 
     def provenance(self) -> dict[str, Any]:
-        """What the engine adds to a run's provenance: geometry, versions, fallbacks."""
+        """What the engine adds to a run's provenance: geometry, versions; `notes` of what it fell back to."""
         return {}
 
     def close(self) -> None:  # noqa: B027  (an engine without resources need not override it)

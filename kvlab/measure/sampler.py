@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from kvlab.measure.telemetry import NoTelemetry, Reading, Telemetry
 PERIOD_S = 0.03
 # And while a card works and rests in turn: many fall into the rests.
 RESTING_PERIOD_S = 0.01
-# What a reading tells may be as old, seen on an H200: its driver looks at the clock every tenth of a second.
+# A reading can be this stale: an H200's driver looks at the clock every tenth of a second.
 READING_S = 0.1
 # The energy counter is seen to move up to one period late, at either end: at most 10 % over this many periods.
 _ENERGY_PERIODS = 20
@@ -116,11 +116,6 @@ class Sampler:
             # The energy between two of them is the rests' too.
             readings = [replace(reading, joules=None) for reading in readings]
         return summarise(readings, self._period_s)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The readings as records for `Run.add_telemetry`: t_s, sm_mhz, mem_mhz, watts, celsius, ..."""
-        order = ("t_s", *(field.name for field in fields(Reading)))
-        return [{name: record[name] for name in order} for record in map(asdict, self.readings)]
 
     def _sample(self) -> None:
         try:

@@ -15,8 +15,8 @@ import time
 from kvlab.measure.sampler import Sampler
 from kvlab.measure.timer import Timer
 
-# Seconds of replays until a cap that will hold the clock does: after 0.16 to 0.19 s at 100 W above it, later nearer to
-# it. So long, too, no reading tells of a cap once the card is free of it.
+# Seconds of replays by which a cap that will hold the clock does: 0.16 to 0.19 s at 100 W above it, later when nearer.
+# A card without a capped reading for as long counts as free of it.
 SETTLE_S = 0.8
 # And under a cap, or where nothing tells whether there is one: so long, and by chance up to so much more, so that
 # visits meet what is left of the swing in more than one phase.

@@ -33,6 +33,7 @@ from kvlab.plots.style import (
     styled,
     verdict_style,
 )
+from kvlab.provenance import device_name
 
 _WIDTH, _ROW = 8.6, 0.36  # inches
 _NEEDED = ("model", "case", "mode", "margin", "verdict", "gap", "ci90_lo", "ci90_hi")
@@ -151,7 +152,7 @@ def _mark(ax: Axes, y: float, verdict: Any, points: float) -> None:
 
 def _title(rows: pd.DataFrame) -> str:
     first = rows.iloc[0]
-    device = str(first["gpu"]).removeprefix("none (").removesuffix(")")
+    device = device_name(first["gpu"])
     models = ", ".join(shorten(model) for model in dict.fromkeys(rows["model"]))
     modes = " and ".join(dict.fromkeys(rows["mode"]))
     return f"{models} on {device}, {first['engine']} engine, {modes}"

@@ -19,7 +19,6 @@ def write_report(
     runs: Sequence[Path | str | Run],
     out: str | Path,
     *,
-    pdf: bool = False,
     title: str | None = None,
     missing: Callable[[str], None] | None = None,
 ) -> Path:
@@ -30,7 +29,6 @@ def write_report(
     Args:
         runs: runs, or their folders.
         out: the file; HTML unless its name ends in `.pdf`. Folders above it are made.
-        pdf: write a PDF, whose name ends in `.pdf` whatever `out` ends in.
         title: of the report; from models and cards when absent.
         missing: called, once the file is written, with a sentence for each run that could not be read.
 
@@ -41,8 +39,6 @@ def write_report(
         RunError: when none of the runs can be read, or the file cannot be written.
     """
     place = Path(out)
-    if pdf and place.suffix.lower() != ".pdf":
-        place = place.with_suffix(".pdf")
     if place.suffix.lower() not in (".html", ".htm", ".pdf"):
         raise RunError(f"{place}: a report is HTML or PDF; name it report.html or report.pdf")
     facts, unread = read_runs(runs)

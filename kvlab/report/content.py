@@ -11,6 +11,7 @@ from typing import Any
 
 from kvlab.pace import HURRIED, OTHER_PACE_WORDS
 from kvlab.plots.style import DASH, microseconds, percent, percent_interval
+from kvlab.provenance import device_name
 from kvlab.report.answer import QUESTION, counted, headline, namer, sentences
 from kvlab.report.facts import Interval, Row, RunFacts, by_severity
 from kvlab.report.figures import Drawing, drawings
@@ -245,5 +246,5 @@ def _remarks(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _title(rows: Sequence[Row], runs: Sequence[RunFacts]) -> str:
     models: Any = dict.fromkeys(row.model for row in rows) or dict.fromkeys(str(r.study.get("model")) for r in runs)
-    gpus = dict.fromkeys(row.gpu.removeprefix("none (").removesuffix(")") for row in rows)
+    gpus = dict.fromkeys(device_name(row.gpu) for row in rows)
     return f"KV contents and time: {', '.join(models)}" + (f" on {', '.join(gpus)}" if gpus else "")

@@ -288,7 +288,7 @@ def _unfinished(
     zeros = samples[samples["arm"] == BASELINE]
     return replace(
         row,
-        reasons=(f"It has {row.progress} rounds and no verdict; the same command goes on with it.",),
+        reasons=(f"It has {row.progress} rounds and no verdict; the same command resumes it.",),
         gap=gap.gap if gap else None,
         ci90=finite(gap.ci90) if gap else None,
         aa_gap=aa.gap if aa else None,

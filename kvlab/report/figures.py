@@ -14,6 +14,7 @@ from kvlab import plots
 from kvlab.errors import KvlabError
 from kvlab.plots.style import percent, percent_interval, shorten
 from kvlab.plots.sweeps import zero_fraction
+from kvlab.provenance import power_limit
 from kvlab.report.answer import namer
 from kvlab.report.facts import Row, RunFacts, by_severity
 from kvlab.stats import BASELINE
@@ -189,7 +190,7 @@ def _samples(runs: Sequence[RunFacts]) -> Planned:
     shown = notable([row for row in rows if row.rounds and len(samples[row.run])], max(_SAMPLES, _CLOCKS))
     sensed = [_of(samples, row) for row in shown[:_CLOCKS] if row.mhz or row.watts]
     if sensed:
-        limit = _power_limit(runs)
+        limit = power_limit(run.provenance for run in runs)
         caption = "Board power and SM clock under each arm, in the cases of note."
         yield caption, lambda: plots.plot_clocks(_told_apart(sensed), power_limit_watts=limit)[0]
     for row in shown[:_SAMPLES]:
@@ -212,9 +213,3 @@ def _told_apart(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     table = pd.concat(tables, ignore_index=True)
     heads = {(t["model"].iloc[0], t["case"].iloc[0], t["mode"].iloc[0]) for t in tables}
     return table if len(heads) < len(tables) else table.assign(run="")
-
-
-def _power_limit(runs: Sequence[RunFacts]) -> float | None:
-    limits = {gpu.get("power_limit_watts") for run in runs for gpu in run.provenance.get("gpus") or ()}
-    limit = limits.pop() if len(limits) == 1 else None
-    return None if limit is None else float(limit)

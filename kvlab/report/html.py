@@ -141,7 +141,7 @@ as far as the clock was read while the replays ran.</p>{% endif %}
 <div class="wide"><table class="facts"><tbody>
 {% for name, value in o.facts %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
 {% endfor %}</tbody></table></div>
-{% if o.notes %}<p>Done in a lesser way:</p><ul>{% for note in o.notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
+{% if o.notes %}<p>Fallbacks:</p><ul>{% for note in o.notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
 {% if o.command %}<p>To repeat it:</p>
 <pre>{{ o.command }}</pre>{% else %}<p>The run does not say which command made it.</p>{% endif %}
 {% endfor %}

@@ -33,7 +33,7 @@ def markdown_summary(run: Run | RunFacts | Path | str) -> str:
         ]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
     parts.append(_text(origin.line))
-    parts += [f"Done in a lesser way: {_text(note)}" for note in origin.notes]
+    parts += [f"Fallback: {_text(note)}" for note in origin.notes]
     if origin.command:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", origin.command)), default=0))
         parts.append(f"{fence}\n{origin.command}\n{fence}")

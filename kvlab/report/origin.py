@@ -1,4 +1,4 @@
-"""Layer 6: where a run's numbers come from: machine, versions, command, what was done in a lesser way."""
+"""Layer 6: where a run's numbers come from: machine, versions, command, fallbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Origin:
 
     Attributes:
         facts: name and value.
-        notes: fallbacks and whatever else the run says was done in a lesser way.
+        notes: what the run says it fell back to.
         command: what repeats it; None where the run does not say.
     """
 
@@ -55,7 +55,7 @@ def origin_of(run: RunFacts) -> Origin:
         "measured": said.get("utc"),
         "resumed": ", ".join(str(other.get("utc")) for other in said.get("resumed") or ()),
     }
-    notes = [*said.get("notes", ()), *said.get("fallbacks", ())]
+    notes = said.get("notes", ())
     facts = {name: value for name, value in facts.items() if value not in (None, "", "null", "{}")}
     command = said.get("command")
     return Origin(

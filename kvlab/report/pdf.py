@@ -88,7 +88,7 @@ def _story(report: Report, version: str, width: float, height: float) -> list[An
     story += [text("Where the numbers come from", "h2")]
     for origin in report.origins:
         story += [text(origin.label, "h3"), _table(Table(("", ""), origin.facts), width, (0.14, 0.86))]
-        story += bullets([f"Done in a lesser way: {note}" for note in origin.notes])
+        story += bullets([f"Fallback: {note}" for note in origin.notes])
         story += [text("To repeat it:" if origin.command else "The run does not say which command made it.")]
         story += [text(origin.command, "code")] if origin.command else []
     return story

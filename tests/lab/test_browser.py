@@ -140,7 +140,7 @@ def test_an_interrupt_changes_nothing_and_a_restart_keeps_the_rounds(board, jupy
 
     restart_and_run_all(page)
     (run,) = runs_in(root) - before
-    wait_for_text(page, f"{run.name} is not finished: Start goes on with it")
+    wait_for_text(page, f"{run.name} is not finished: Start resumes it")
     assert field(page, "Rounds").input_value() == "5000"
     button(page, "Open").click()
     wait_for_text(page, rf"runs/{run.name}")

@@ -46,12 +46,6 @@ def test_readings_span_the_block_and_come_from_another_thread():
     assert readings[-1].t_s >= end
     assert threading.get_ident() not in card.threads
     assert sampler.failure is None
-    assert len(sampler.rows()) == len(readings)
-    assert sampler.rows()[0] == {
-        "t_s": readings[0].t_s,
-        **{"sm_mhz": 1979.0, "mem_mhz": 3201.0, "watts": 500.0, "celsius": 50.0, "throttled": False, "reasons": ""},
-        "joules": readings[0].joules,
-    }
 
 
 def test_the_shortest_block_has_two_readings():
@@ -72,7 +66,6 @@ def test_without_telemetry_no_thread_runs():
     with Sampler(make_telemetry(torch.device("cpu"))) as sampler:
         assert threading.active_count() == before
     assert sampler.readings == []
-    assert sampler.rows() == []
     assert sampler.summary() == Summary()
     assert isinstance(make_telemetry(torch.device("cpu")), NoTelemetry)
 

@@ -287,7 +287,7 @@ def test_a_pdf_says_the_same(tmp_path):
     arms = ("zeros", "zeros_again", "random", "random(zero_fraction=0.5)")
     cases = {EVIL: ("x=1@4096", 0.08), "b": ("b=" + ",".join(f"{n}@{n}" for n in range(1, 60)), 0.0, 3)}
     make_run(tmp_path / "run", cases, arms=arms, provenance={"command": EVIL + "y" * 300, "notes": [EVIL]}, cause=EVIL)
-    file = write_report([tmp_path / "run"], tmp_path / "s.html", pdf=True)
+    file = write_report([tmp_path / "run"], tmp_path / "s.pdf")
     assert file == tmp_path / "s.pdf"
     assert file.read_bytes().startswith(b"%PDF-")
     assert b"%%EOF" in file.read_bytes()[-10:]
