@@ -44,10 +44,10 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
 
     Returns:
         With `rounds`, `arms` (how many), `utc` and `path` of the run (an export may have another name than the run that
-        it is of), `swept` (the case is one of a grid) and `hurried` (of `kvlab.pace`).
+        it is of), `swept` (the case is one of a grid) and `off_pace` (of `kvlab.pace`).
     """
     # Of no run: the columns and their types, for all that asks the table something.
-    tables = [gap_table([], {}).assign(rounds=0, hurried=False, arms=0, utc="", path="")]
+    tables = [gap_table([], {}).assign(rounds=0, off_pace=False, arms=0, utc="", path="")]
     for run in runs:
         table = run.gaps.merge(paces(run), on=["case", "mode"], how="left", validate="m:1")
         arms = table.groupby(["case", "mode"])["arm"].transform("nunique")
@@ -60,7 +60,7 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
 def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     """A row a model, routing, phase, context and mode: of the runs that were not sweeps, where a model has such.
 
-    Of several batches at a context it is the largest; of several runs one that is not `hurried`, then
+    Of several batches at a context it is the largest; of several runs one that is not `off_pace`, then
     one that holds both modes, then that of most rounds.
 
     Args:
@@ -83,8 +83,8 @@ def context_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
     """One row per model, phase, context and mode. A line over contexts is of one batch: the one with most contexts,
     then the largest; where no batch has two contexts, the largest batch at each.
 
-    Of several runs of a step it is one that is not `hurried`, then one that holds both modes, then that of most rounds,
-    then the newest.
+    Of several runs of a step it is one that is not `off_pace`, then one that holds both modes, then that of most
+    rounds, then the newest.
 
     Args:
         gaps: of `gap_rows`.
@@ -151,7 +151,7 @@ def _parts(kernels: pd.DataFrame, row: Mapping[Any, Any]) -> list[dict[str, Any]
 def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
     """Of each model the case and mode with the largest gap among those whose kernels were profiled.
 
-    Cases of a grid come last, and before them those that are `hurried`.
+    Cases of a grid come last, and before them those that are `off_pace`.
     """
     found: dict[str, tuple[tuple[Any, ...], tuple[Run, str, str]]] = {}
     for run in runs:
@@ -162,7 +162,7 @@ def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
             if (row["case"], row["mode"]) not in keys:
                 continue
             gap = 0.0 if math.isnan(row["gap"]) else abs(row["gap"])
-            rank = (not row["swept"], not row["hurried"], gap)
+            rank = (not row["swept"], not row["off_pace"], gap)
             if row["model"] not in found or rank > found[row["model"]][0]:
                 found[row["model"]] = (rank, (run, row["case"], row["mode"]))
     return [case for _, case in found.values()]
@@ -295,10 +295,10 @@ def records(root: Path, part: str) -> list[dict[str, Any]]:
 
 
 def _speaking(rows: pd.DataFrame, place: list[str], then: Sequence[str] = ()) -> pd.DataFrame:
-    """A row a place and mode: of a run that is not `hurried`, then one with both modes there, then most rounds,
+    """A row a place and mode: of a run that is not `off_pace`, then one with both modes there, then most rounds,
     then the last by `then`, then the newest."""
     modes = rows.groupby([*place, "path"], dropna=False)["mode"].transform("nunique")
-    rows = rows.assign(modes=modes, paced=~rows["hurried"].astype(bool))
+    rows = rows.assign(modes=modes, paced=~rows["off_pace"].astype(bool))
     kept = _last(rows, [*place, "mode"], ["paced", "modes", "rounds", *then, "utc"])
     return kept.drop(columns=["paced", "modes"])
 

@@ -12,7 +12,7 @@ from pandas.io.formats.style import Styler
 
 from kvlab.evidence import cause_clause, claim_gaps, gap_rows, step_key
 from kvlab.kernel_gaps import kernel_gap_table
-from kvlab.pace import HURRIED, OTHER_PACE_WORDS, drawn
+from kvlab.pace import OFF_PACE_MARK, OTHER_PACE_WORDS, drawn
 from kvlab.plots.claim import verdict_words
 from kvlab.plots.style import DASH, MINUS, MODES, percent, shorten, tokens
 from kvlab.report.content import estimate_text
@@ -34,9 +34,8 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
         causes: of `find_causes`; with them a column `why`, of the mode with the larger gap.
 
     Returns:
-        Texts: model, step, a column for each of `kvlab.plots.style.MODES` (`HURRIED` behind a gap says what `gap_rows`
-        says of such rows), verdict (isolated / sustained where
-        they differ), why.
+        Texts: model, step, a column for each of `kvlab.plots.style.MODES` (with `OFF_PACE_MARK` behind the gaps that
+        `gap_rows` says it of), verdict (isolated / sustained where they differ), why.
     """
     told = []
     for _, of in rows.groupby(["model", "engine", "routing", "phase", "context"], sort=False):
@@ -59,7 +58,7 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
 
 
 def _gap_text(row: Mapping[Any, Any] | pd.Series) -> str:
-    return estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) + HURRIED * bool(row["hurried"])
+    return estimate_text(row["gap"], (row["ci90_lo"], row["ci90_hi"])) + OFF_PACE_MARK * bool(row["off_pace"])
 
 
 def context_table(rows: pd.DataFrame) -> Styler:
@@ -76,7 +75,7 @@ def context_table(rows: pd.DataFrame) -> Styler:
     style = _styled(pd.DataFrame(told, columns=head))
     style = style.apply(lambda table: pd.DataFrame(shades, columns=table.columns), axis=None)
     legend = ", ".join(f'<span style="{_shade(verdict)}">{verdict}</span>' for verdict in _SHADES)
-    note = f";{HURRIED}: {OTHER_PACE_WORDS}" if rows["hurried"].any() else ""
+    note = f";{OFF_PACE_MARK}: {OTHER_PACE_WORDS}" if rows["off_pace"].any() else ""
     return style.set_caption(f"gap in percent (90 % interval); shaded: {legend}{note}")
 
 

@@ -15,7 +15,7 @@ from kvlab.run import Run
 _PACED = {"isolated": "rest_isolated_share", "sustained": "settle_capped_s"}
 _SLOWED = 0.1  # of a case's samples: fewer throttled ones do not tell of a step that the power cap slows
 # Behind the gap in a table; and what it means.
-HURRIED = " †"
+OFF_PACE_MARK = " †"
 OTHER_PACE_WORDS = (
     "timed at another pace than the mode means, where the power cap held the clock, by an earlier kvlab: isolated"
     " replays did not rest in between, or sustained ones were timed while the cap's controller still swung"
@@ -23,17 +23,17 @@ OTHER_PACE_WORDS = (
 
 
 def paces(run: Run) -> pd.DataFrame:
-    """A row a case and mode that has a verdict: `case`, `mode`, `rounds`, `hurried` (not at its mode's pace)."""
+    """A row a case and mode that has a verdict: `case`, `mode`, `rounds`, `off_pace` (not at its mode's pace)."""
     steps = run.verdicts.reindex(columns=["case", "mode", "rounds", "flagged"])
     steps = steps.merge(run.cases, on="case", how="left", suffixes=("", "_of"))
-    steps["hurried"] = False
+    steps["off_pace"] = False
     for mode, fact in _PACED.items():
         unknown = steps[fact].isna() if fact in steps else True
-        steps["hurried"] |= unknown & (steps["mode"] == mode) & (steps["flagged"] > _SLOWED)
-    return steps[["case", "mode", "rounds", "hurried"]]
+        steps["off_pace"] |= unknown & (steps["mode"] == mode) & (steps["flagged"] > _SLOWED)
+    return steps[["case", "mode", "rounds", "off_pace"]]
 
 
 def drawn(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of gaps as a figure shows them: `hurried` ones stand apart from every verdict."""
+    """Rows of gaps as a figure shows them: `off_pace` ones stand apart from every verdict."""
     decided = rows["verdict"].notna() & (rows["verdict"] != "")
-    return rows.assign(verdict=rows["verdict"].mask(rows["hurried"].astype(bool) & decided, OTHER_PACE))
+    return rows.assign(verdict=rows["verdict"].mask(rows["off_pace"].astype(bool) & decided, OTHER_PACE))

@@ -65,7 +65,7 @@ class Rest:
         return f"{said} under {held}: {self.arm} took {without} without, {with_it} with it{last}."
 
 
-def rest_of(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:
+def apply_rest(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:
     """The rest of the step's case in the timer's mode: as the run has it, so that all its rounds are alike, or found.
 
     Sets `timer.rest`, and stores what `kvlab.pace` reads: the rest, and how long sustained rounds settle under a cap.

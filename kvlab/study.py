@@ -27,7 +27,7 @@ from kvlab.measure.timer import MODES, Timer, make_timer
 from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds, replanned
 from kvlab.plan import AGAIN, BOTH, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
 from kvlab.provenance import identity, machine
-from kvlab.rest import rest_of
+from kvlab.rest import apply_rest
 from kvlab.rounds import measure_round
 from kvlab.run import Run
 from kvlab.stats import MIN_ROUNDS
@@ -245,7 +245,7 @@ class Study:
         try:
             how = {"timer": timer.kind, "restore": step.restore_method, "restore_bytes": step.restore_bytes}
             self.run.case_facts(name, **found.facts, **how, **captured(step, timer))
-            rest = rest_of(self.run, step, timer, plan, self._telemetry)
+            rest = apply_rest(self.run, step, timer, plan, self._telemetry)
             timer.settle(_WARM_UP)
             warm = time.perf_counter()
             first = "measure_s" not in self.run.facts_of(name)

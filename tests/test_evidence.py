@@ -40,7 +40,7 @@ def row(**more):
         "arms": 1,
         "utc": "2026-01-01",
         "swept": False,
-        "hurried": False,
+        "off_pace": False,
         "run": "a",
         "path": more.get("run", "a"),
     }
@@ -83,12 +83,12 @@ def test_real_and_pinned_routing_are_two_rows_and_other_arms_none():
 
 
 def test_a_run_that_rested_goes_before_one_that_did_not_whatever_else():
-    slowed, rested = both(run="old", rounds=99, hurried=True), [row(run="new", rounds=6, arms=9)]
+    slowed, rested = both(run="old", rounds=99, off_pace=True), [row(run="new", rounds=6, arms=9)]
     for pick in (evidence.claim_gaps, evidence.context_gaps):
         assert chosen([*slowed, *rested], pick)[("hit", 8192.0, "isolated")] == "new"
 
 
-def test_a_capped_step_of_before_the_rests_or_the_settling_is_hurried_and_no_other():
+def test_a_capped_step_of_before_the_rests_or_the_settling_is_off_pace_and_no_other():
     """Of the committed runs: isolated without `rest_isolated_share`, sustained without `settle_capped_s`, both where
     the cap bound."""
     for run in evidence.open_runs(COMMITTED, lambda run: run.study["engine"] == "vllm"):
@@ -97,11 +97,11 @@ def test_a_capped_step_of_before_the_rests_or_the_settling_is_hurried_and_no_oth
         for row in rows.to_dict("records"):
             fact = {"isolated": "rest_isolated_share", "sustained": "settle_capped_s"}[row["mode"]]
             unknown = pd.isna(row.get(fact, math.nan))
-            assert row["hurried"] == (unknown and row["flagged"] > 0.1), (run.path, row["case"], row["mode"])
+            assert row["off_pace"] == (unknown and row["flagged"] > 0.1), (run.path, row["case"], row["mode"])
 
 
-def test_a_figure_sets_hurried_gaps_apart_from_every_verdict():
-    rows = pd.DataFrame([row(), row(hurried=True, verdict="different"), row(verdict="invalid")])
+def test_a_figure_sets_off_pace_gaps_apart_from_every_verdict():
+    rows = pd.DataFrame([row(), row(off_pace=True, verdict="different"), row(verdict="invalid")])
     assert pace.drawn(rows)["verdict"].tolist() == ["equivalent", OTHER_PACE, "invalid"]
     assert OTHER_PACE in VERDICT_STYLE
 

@@ -9,7 +9,7 @@ from kvlab.measure.telemetry import NoTelemetry, Reading, Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import Plan
 from kvlab.provenance import machine
-from kvlab.rest import RESTS, Rest, find_rest, rest_of
+from kvlab.rest import RESTS, Rest, apply_rest, find_rest
 from kvlab.run import Run
 
 PLAN = Plan.of(["random", "constant(2)"])
@@ -113,7 +113,7 @@ def test_rounds_from_before_rests_go_on_without_and_fields_of_another_day_are_pa
     card.timer = Clock(card)
     with Run.create(tmp_path / "run", {"model": "m", "engine": "e", "routing": "none", "seed": 0}, machine()) as run:
         run.add_case("hit", "hit=1@40", "decode", [], rest_isolated={"share": 3.0, "still": {"zeros": 1.0}})
-        rest = rest_of(run, StepOf(card), card.timer, PLAN, card)
+        rest = apply_rest(run, StepOf(card), card.timer, PLAN, card)
         assert rest.share == card.timer.rest == 3.0
         assert str(rest).startswith("Each replay was followed by a rest of 3 times its length")
 
@@ -124,7 +124,7 @@ def test_a_case_gone_on_with_rests_as_it_did(tmp_path):
         run.add_case("hit", "hit=1@40", "decode", [])
         for watts in (1000.0, 0.0):
             card.watts["random"], card.timer = watts, Clock(card)
-            rest = rest_of(run, StepOf(card), card.timer, PLAN, card)
+            rest = apply_rest(run, StepOf(card), card.timer, PLAN, card)
             assert rest.share == card.timer.rest == 1.0
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_said_of_the_pace_of_rounds_that_an_older_kvlab_timed(tmp_pat
             arms = [{"position": 0, "arm": "zeros", "fill": "zeros", "seed": 0, "replay": 0, "us": 1.0}]
             run.add_round("hit", mode, 0, arms)
         card.timer = Clock(card, mode)
-        rest_of(run, StepOf(card), card.timer, PLAN, card)
+        apply_rest(run, StepOf(card), card.timer, PLAN, card)
         said = {"isolated": f"rest_{mode}", "sustained": "settle_capped_s"}[mode]
         assert (said in run.facts_of("hit")) == (not earlier)
         assert card.timer.rest == (1.0 if mode == "isolated" and not earlier else 0.0)

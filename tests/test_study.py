@@ -159,7 +159,7 @@ def test_bad_input_is_refused_before_anything_is_measured(hand_engine, tmp_path)
 
 
 @pytest.mark.parametrize("error", [FillError("no"), KeyboardInterrupt(), ZeroDivisionError(), EngineError("failed")])
-@pytest.mark.parametrize("where", ["examine", "make_timer", "measure_round", "rest_of"])
+@pytest.mark.parametrize("where", ["examine", "make_timer", "measure_round", "apply_rest"])
 def test_whatever_ends_a_case_its_step_is_closed_and_the_engine_serves_the_next(
     hand_engine, simulated_clock, monkeypatch, tmp_path, error, where
 ):

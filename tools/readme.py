@@ -194,14 +194,14 @@ class Page:
                 " so these gaps are not about KV alone; they are below, but not counted above."
             )
         table = [markdown(self.table())]
-        if self.claim["hurried"].any():
-            table += ["", f"{pace.HURRIED.strip()} {pace.OTHER_PACE_WORDS} (below)."]
+        if self.claim["off_pace"].any():
+            table += ["", f"{pace.OFF_PACE_MARK.strip()} {pace.OTHER_PACE_WORDS} (below)."]
         return "\n".join([*lines, "", *table, "", self.image("claim")])
 
     def of_phase(self, phase: str, rows: pd.DataFrame) -> str:
         """Does the claim hold, how many gaps say so, and of each model that it does not hold for the largest gap."""
-        slowed = int(rows["hurried"].sum())
-        rows = rows[~rows["hurried"].astype(bool)]
+        slowed = int(rows["off_pace"].sum())
+        rows = rows[~rows["off_pace"].astype(bool)]
         if rows.empty:
             return f"**{PHASES.get(phase, phase)}: not decided.** All {slowed} gaps were timed at another pace."
         counts = rows["verdict"].value_counts()
@@ -221,7 +221,7 @@ class Page:
         ]
         said = f"**{PHASES.get(phase, phase)}: {what}.** Of {len(rows)} gaps {told} ({span})."
         said += f" The largest that differ: {'; '.join(largest)}." if largest else ""
-        return said + (f" Not counted: {slowed} timed at another pace ({pace.HURRIED.strip()})." * (slowed > 0))
+        return said + (f" Not counted: {slowed} timed at another pace ({pace.OFF_PACE_MARK.strip()})." * (slowed > 0))
 
     def table(self) -> pd.DataFrame:
         """Cells that do not break, but for the cause: a gap and its interval are read as one."""

@@ -1,4 +1,4 @@
-"""Layer 1: which layers one kernel fills, and the tables it reads: one launch for all layers that lie alike.
+"""Layer 1: which layers one kernel fills, and the tables it reads: one launch for all layers of one layout.
 
 A launch covers every layer and every block of its kind, so that 61 layers and 256 requests cost one, not 15,616.
 """
@@ -30,18 +30,18 @@ from kvlab.kv.views import LayerTensor
 _GROUPS = 512
 _PACKED_VALUES = 8 * _GROUPS
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_LAYOUT = ("TILES", "TILE", "ROPE", "ROW", "ROPE_AT", "SCALE_ROW", "SCALE_AT", "PLANAR", "UE8M0")
+_PACKED_FIELDS = ("TILES", "TILE", "ROPE", "ROW", "ROPE_AT", "SCALE_ROW", "SCALE_AT", "PLANAR", "UE8M0")
 _PACKED: dict[type[Format], dict[str, Any]] = {
-    Fp8DsMlaFormat: dict(zip(_LAYOUT, (4, 128, 64, 656, 528, 656, 512, False, False), strict=True)),
-    DeepseekV4Format: dict(zip(_LAYOUT, (7, 64, 64, 576, 448, 8, 0, True, True), strict=True)),
-    IndexerFormat: dict(zip(_LAYOUT, (1, 128, 0, 128, 0, 4, 0, True, False), strict=True)),
+    Fp8DsMlaFormat: dict(zip(_PACKED_FIELDS, (4, 128, 64, 656, 528, 656, 512, False, False), strict=True)),
+    DeepseekV4Format: dict(zip(_PACKED_FIELDS, (7, 64, 64, 576, 448, 8, 0, True, True), strict=True)),
+    IndexerFormat: dict(zip(_PACKED_FIELDS, (1, 128, 0, 128, 0, 4, 0, True, False), strict=True)),
 }
 # Standard deviations whose square float32 holds, and whose largest value, 5.4 times that, the type of a plain value.
 _LEAST_SCALE, _MOST_SCALE = 1e-15, {torch.float16: 1e4, torch.float8_e4m3fn: 80.0}
 
 
 @dataclass(frozen=True)
-class Lie:
+class Layout:
     """What the layers of one launch have in common; starts, strides and lengths count `unit` bytes.
 
     Attributes:
@@ -74,15 +74,15 @@ class Lie:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call: layers that lie alike, all their blocks, and the tables that it reads.
+    """One kernel call: layers of one layout, all their blocks, and the tables that it reads.
 
     Attributes:
         starts: of each layer's block 0, int64 [layers].
-        runs: `Lie.runs`, int64 [runs].
+        runs: `Layout.runs`, int64 [runs].
         blocks: kernel blocks, int32.
     """
 
-    lie: Lie
+    layout: Layout
     layers: list[LayerTensor]
     starts: torch.Tensor
     runs: torch.Tensor
@@ -90,31 +90,31 @@ class Launch:
 
     def draw(self, requests: RequestDraws) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, zero tokens) of `fill_runs`, for one seed."""
-        if self.lie.kind == "zeros":
+        if self.layout.kind == "zeros":
             # Read by no kernel.
             return self.starts, self.blocks.view(torch.uint8)
         keys = _on_device([requests.key(layer) for layer in self.layers], self.blocks.device)
-        if not self.lie.share:
+        if not self.layout.share:
             return keys, self.blocks.view(torch.uint8)
-        return keys, requests.zero_tokens(self.layers[0], self.lie.share).view(torch.uint8)
+        return keys, requests.zero_tokens(self.layers[0], self.layout.share).view(torch.uint8)
 
     def run(self, keys: torch.Tensor, zeros: torch.Tensor) -> None:
         """Fill the layers' blocks."""
         tensor = self.layers[0].tensor
         with torch.cuda.device_of(tensor):
-            if self.lie.kind == "packed":
-                _launch_packed(self.lie, tensor, keys, self.starts, self.blocks, zeros)
+            if self.layout.kind == "packed":
+                _launch_packed(self.layout, tensor, keys, self.starts, self.blocks, zeros)
             else:
-                _launch_runs(self.lie, tensor, keys, self.starts, self.blocks, self.runs, zeros)
+                _launch_runs(self.layout, tensor, keys, self.starts, self.blocks, self.runs, zeros)
 
 
 class LaunchPlan:
-    """Layers to be filled, gathered by how they lie."""
+    """Layers to be filled, gathered by their layout."""
 
     def __init__(self) -> None:
-        # By how they lie, and the storage's address.
-        self._members: dict[tuple[Lie, int], list[tuple[LayerTensor, int]]] = {}
-        self._lies: dict[Hashable, Lie | None] = {}
+        # By layout, and the storage's address.
+        self._members: dict[tuple[Layout, int], list[tuple[LayerTensor, int]]] = {}
+        self._layouts: dict[Hashable, Layout | None] = {}
 
     def add(self, layer: LayerTensor, fmt: Format | None, fill: ValueFill, alike: Hashable) -> bool:
         """Take a layer, unless no kernel can fill it; no format for zeros.
@@ -122,27 +122,27 @@ class LaunchPlan:
         Args:
             alike: equal for layers that differ in their address alone, with format and fill.
         """
-        if alike not in self._lies:
-            self._lies[alike] = _lie_of(layer, fmt, fill)
-        lie = self._lies[alike]
-        if lie is None:
+        if alike not in self._layouts:
+            self._layouts[alike] = _layout_of(layer, fmt, fill)
+        layout = self._layouts[alike]
+        if layout is None:
             return False
         begin = layer.tensor.storage_offset() * layer.tensor.element_size()
         address = layer.tensor.untyped_storage().data_ptr()
-        if begin % lie.unit or address % 16:
+        if begin % layout.unit or address % 16:
             return False
-        self._members.setdefault((lie, address), []).append((layer, begin // lie.unit))
+        self._members.setdefault((layout, address), []).append((layer, begin // layout.unit))
         return True
 
     def launches(self, owned: OwnedBlocks) -> list[Launch]:
         """What fills the owned blocks of the layers, its tables on the device."""
         launches = []
-        for (lie, _), members in self._members.items():
-            blocks = owned.kernel_blocks(lie.group_id, lie.factor)
+        for (layout, _), members in self._members.items():
+            blocks = owned.kernel_blocks(layout.group_id, layout.factor)
             if len(blocks):
                 starts = torch.tensor([start for _, start in members], device=blocks.device)
-                runs = torch.tensor(lie.runs, device=blocks.device)
-                launches.append(Launch(lie, [layer for layer, _ in members], starts, runs, blocks))
+                runs = torch.tensor(layout.runs, device=blocks.device)
+                launches.append(Launch(layout, [layer for layer, _ in members], starts, runs, blocks))
         return launches
 
 
@@ -150,13 +150,27 @@ def launch_normals(key: int, begin: int, blocks: int, count: int, device: torch.
     """Normal values for kernel blocks from `begin` on, under a layer's key: float32 [blocks, count]."""
     length = -(-count // 8)
     values = torch.empty(blocks, length * 8, device=device)
-    lie = Lie(0, 1, "float", values.dtype, None, 1.0, 0.0, 32, length, length, (0,), 1, 1)
+    layout = Layout(
+        group_id=0,
+        factor=1,
+        kind="float",
+        dtype=values.dtype,
+        fmt=None,
+        scale=1.0,
+        share=0.0,
+        unit=32,
+        block_stride=length,
+        length=length,
+        runs=(0,),
+        tokens=1,
+        token_length=1,
+    )
     keys = _on_device([key], device)
     # Blocks are counted from `begin`, but lie from the tensor's first value on.
     starts = torch.full((1,), -begin * length, device=device)
     ids = torch.arange(begin, begin + blocks, dtype=torch.int32, device=device)
     with torch.cuda.device_of(values):
-        _launch_runs(lie, values, keys, starts, ids, torch.zeros_like(starts), ids.view(torch.uint8))
+        _launch_runs(layout, values, keys, starts, ids, torch.zeros_like(starts), ids.view(torch.uint8))
     return values[:, :count]
 
 
@@ -167,7 +181,7 @@ def _on_device(keys: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _launch_runs(
-    lie: Lie,
+    layout: Layout,
     tensor: torch.Tensor,
     keys: torch.Tensor,
     starts: torch.Tensor,
@@ -175,22 +189,22 @@ def _launch_runs(
     runs: torch.Tensor,
     zeros: torch.Tensor,
 ) -> None:
-    groups = min(_GROUPS, triton.next_power_of_2(lie.length))
-    fill_runs[(len(blocks) * len(runs) * triton.cdiv(lie.length, groups), len(starts))](
-        _storage(tensor, lie.dtype),
+    groups = min(_GROUPS, triton.next_power_of_2(layout.length))
+    fill_runs[(len(blocks) * len(runs) * triton.cdiv(layout.length, groups), len(starts))](
+        _storage(tensor, layout.dtype),
         keys,
         starts,
         blocks,
         runs,
         zeros,
-        lie.block_stride,
-        lie.length,
+        layout.block_stride,
+        layout.length,
         len(runs),
-        lie.tokens,
-        lie.token_length,
-        _spread(lie.scale),
-        KIND=lie.kind,
-        HAS_ZERO=bool(lie.share),
+        layout.tokens,
+        layout.token_length,
+        _spread(layout.scale),
+        KIND=layout.kind,
+        HAS_ZERO=bool(layout.share),
         GROUPS=groups,
         FAST=random_kernel.compiled(),
         num_warps=max(1, groups // 128),
@@ -198,32 +212,32 @@ def _launch_runs(
 
 
 def _launch_packed(
-    lie: Lie,
+    layout: Layout,
     tensor: torch.Tensor,
     keys: torch.Tensor,
     starts: torch.Tensor,
     blocks: torch.Tensor,
     zeros: torch.Tensor,
 ) -> None:
-    assert lie.fmt is not None
-    layout = _PACKED[lie.fmt]
-    parts = packed_parts(layout, lie.tokens)
-    programs = triton.cdiv(lie.tokens * layout["TILES"], parts["TILE_PART"])
-    if layout["ROPE"]:
-        programs += triton.cdiv(lie.tokens, parts["ROPE_PART"])
-    values = max(parts["TILE_PART"] * layout["TILE"], parts["ROPE_PART"] * layout["ROPE"])
+    assert layout.fmt is not None
+    packed = _PACKED[layout.fmt]
+    parts = packed_parts(packed, layout.tokens)
+    programs = triton.cdiv(layout.tokens * packed["TILES"], parts["TILE_PART"])
+    if packed["ROPE"]:
+        programs += triton.cdiv(layout.tokens, parts["ROPE_PART"])
+    values = max(parts["TILE_PART"] * packed["TILE"], parts["ROPE_PART"] * packed["ROPE"])
     fill_packed[(len(blocks) * programs, len(starts))](
-        *(_storage(tensor, dtype) for dtype in (lie.dtype, torch.float32, torch.bfloat16)),
+        *(_storage(tensor, dtype) for dtype in (layout.dtype, torch.float32, torch.bfloat16)),
         keys,
         starts,
         blocks,
         zeros,
-        lie.block_stride,
-        lie.tokens,
-        _spread(lie.scale),
-        **layout,
+        layout.block_stride,
+        layout.tokens,
+        _spread(layout.scale),
+        **packed,
         **parts,
-        HAS_ZERO=bool(lie.share),
+        HAS_ZERO=bool(layout.share),
         FAST=random_kernel.compiled(),
         num_warps=max(1, values // 1024),
     )
@@ -244,8 +258,8 @@ def _spread(scale: float) -> float:
     return -2 * math.log(2) * scale * scale
 
 
-def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> Lie | None:
-    """How a layer lies; None where no kernel can fill it."""
+def _layout_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> Layout | None:
+    """A layer's layout; None where no kernel can fill it."""
     written = _written(layer, fmt, fill)
     if written is None:
         return None
@@ -265,7 +279,7 @@ def _lie_of(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> Lie | No
         if kind != "packed" and (token_bytes % unit or token_bytes * tokens > length):
             return None
         token_length = token_bytes // unit
-    return Lie(
+    return Layout(
         group_id=layer.group_id,
         factor=layer.factor,
         kind=kind,
@@ -290,7 +304,7 @@ def _block_runs(shape: tuple[int, ...], stride: tuple[int, ...], dim: int, size:
 
 
 def _written(layer: LayerTensor, fmt: Format | None, fill: ValueFill) -> tuple[str, torch.dtype, float] | None:
-    """(kind, dtype, scale) of a `Lie`, or None."""
+    """(kind, dtype, scale) of a `Layout`, or None."""
     if fmt is None or isinstance(fill, Zeros):
         return "zeros", torch.bfloat16, 1.0
     # In a state elements are zero, not tokens.

@@ -29,28 +29,24 @@ class Snapshot:
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self.method = _method(views)
-        self._copies: list[_RunCopy] | _ViewCopy
+        self._copies: list[_RunCopy] | list[_ViewCopy]
         if self.method == "triton":
             self._copies = [_RunCopy(extent) for extent in storage_extents(views).values() if extent.num_bytes]
-            self.num_bytes = sum(copy.num_bytes for copy in self._copies)
         else:
-            self._copies = _ViewCopy(views)
-            self.num_bytes = self._copies.num_bytes
+            self._copies = [_ViewCopy(views)]
+        self.num_bytes = sum(copy.num_bytes for copy in self._copies)
 
     @torch.inference_mode()
     def save(self) -> None:
         """Copy the views' present contents; the copies keep their addresses from one save to the next."""
-        for copy in self._each():
+        for copy in self._copies:
             copy.save()
 
     @torch.inference_mode()
     def restore(self) -> None:
         """Write the saved contents back."""
-        for copy in self._each():
+        for copy in self._copies:
             copy.restore()
-
-    def _each(self) -> list[_RunCopy] | list[_ViewCopy]:
-        return [self._copies] if isinstance(self._copies, _ViewCopy) else self._copies
 
 
 class _ViewCopy:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from kvlab.pace import HURRIED, OTHER_PACE_WORDS
+from kvlab.pace import OFF_PACE_MARK, OTHER_PACE_WORDS
 from kvlab.plots.style import DASH, microseconds, percent, percent_interval
 from kvlab.provenance import device_name
 from kvlab.report.answer import QUESTION, counted, headline, namer, sentences
@@ -73,7 +73,7 @@ def make_report(runs: Sequence[RunFacts], missing: Sequence[str] = (), title: st
     """
     rows = [row for run in runs for row in run.rows]
     name = namer(rows)
-    paced = [row for row in rows if not row.hurried] or rows
+    paced = [row for row in rows if not row.off_pace] or rows
     drawn, undrawn = drawings(runs)
     return Report(
         title=title or _title(rows, runs),
@@ -104,10 +104,10 @@ def make_report(runs: Sequence[RunFacts], missing: Sequence[str] = (), title: st
 
 def _other_pace(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
     """Which gaps are not what their mode means, and so not counted where there are others."""
-    if not (hurried := [row for row in rows if row.hurried]):
+    if not (off_pace := [row for row in rows if row.off_pace]):
         return []
-    counted = "Not counted above" if len(hurried) < len(rows) else "All of these were"
-    return [f"{counted}: {OTHER_PACE_WORDS} ({HURRIED.strip()}): {'; '.join(map(name, by_severity(hurried)))}."]
+    counted = "Not counted above" if len(off_pace) < len(rows) else "All of these were"
+    return [f"{counted}: {OTHER_PACE_WORDS} ({OFF_PACE_MARK.strip()}): {'; '.join(map(name, by_severity(off_pace)))}."]
 
 
 def verdict_table(rows: Sequence[Row]) -> Table:
@@ -125,7 +125,9 @@ def verdict_table(rows: Sequence[Row]) -> Table:
         columns[column] = [shown[column](row) if column in shown else str(getattr(row, column)) for row in rows]
     columns["case"] = [row.text for row in rows]
     columns["zeros"] = [microseconds(row.zeros_us) if row.zeros_us else DASH for row in rows]
-    columns["gap, % (90 % interval)"] = [estimate_text(row.gap, row.ci90) + HURRIED * row.hurried for row in rows]
+    columns["gap, % (90 % interval)"] = [
+        estimate_text(row.gap, row.ci90) + OFF_PACE_MARK * row.off_pace for row in rows
+    ]
     columns["A/A, % (90 % interval)"] = [estimate_text(row.aa_gap, row.aa_ci90) for row in rows]
     columns["MDE, %"] = [DASH if row.mde is None else f"{100 * row.mde:.2f}" for row in rows]
     columns["rounds"] = [row.progress if row.verdict == "unfinished" else str(row.rounds) for row in rows]

@@ -44,7 +44,7 @@ class Row:
         parts: of the gap, with intervals: the verdict's `cause` as a mapping; empty where nobody looked.
         profiles: arm -> how its kernels add up to the timed step; empty where nothing was profiled.
         also: margin as text -> verdict there.
-        hurried: timed at another pace than the mode means, see `kvlab.pace`.
+        off_pace: timed at another pace than the mode means, see `kvlab.pace`.
     """
 
     run: str
@@ -78,7 +78,7 @@ class Row:
     parts: Mapping[str, Any] = field(default_factory=dict)
     profiles: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, str] = field(default_factory=dict)
-    hurried: bool = False
+    off_pace: bool = False
 
     @property
     def progress(self) -> str:
@@ -161,8 +161,8 @@ def read_run(run: Run, label: str | None = None) -> RunFacts:
         if key not in decided
     ]
     of_pace = paces(run)
-    hurried = set(of_pace.loc[of_pace["hurried"], ["case", "mode"]].itertuples(index=False, name=None))
-    rows = [replace(row, hurried=(row.case, row.mode) in hurried) for row in rows]
+    off_pace = set(of_pace.loc[of_pace["off_pace"], ["case", "mode"]].itertuples(index=False, name=None))
+    rows = [replace(row, off_pace=(row.case, row.mode) in off_pace) for row in rows]
     begun = {row.case for row in rows}
     for case, fact in facts.items():
         if case not in begun:

@@ -79,10 +79,10 @@ def test_the_copies_keep_their_addresses():
     snapshot = Snapshot([view])
     assert snapshot.method == "foreach"
     snapshot.save()
-    (address,) = (t.data_ptr() for t in snapshot._copies.saved)
+    (address,) = (t.data_ptr() for t in snapshot._copies[0].saved)
     view.fill_(1)
     snapshot.save()
-    assert snapshot._copies.saved[0].data_ptr() == address
+    assert snapshot._copies[0].saved[0].data_ptr() == address
     view.fill_(2)
     snapshot.restore()
     assert (view == 1).all()
