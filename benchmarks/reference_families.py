@@ -3,7 +3,7 @@
 
     python benchmarks/reference_families.py OUT        (about 3 minutes on an H200)
 
-OUT gets a run folder for each model and mode, and `verify.jsonl` with a line a case.
+OUT gets a run folder for each model and mode, and `verify.jsonl` with one line per case.
 """
 
 import argparse

@@ -115,7 +115,7 @@ def short(place: Path) -> str:
 
 
 def so_far(run: Run) -> pd.DataFrame:
-    """A row a case and mode, as `plot_gaps` takes them; one without a verdict says how far it is instead.
+    """One row per case and mode, as `plot_gaps` takes them; one without a verdict says how far it is instead.
 
     Columns: model, engine, gpu, case, mode, margin, verdict, gap, ci90_lo, ci90_hi, aa_gap, aa_ci90_lo, aa_ci90_hi.
     Numbers are NaN where there is none yet.

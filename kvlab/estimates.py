@@ -130,7 +130,7 @@ def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> F
     Flagged replays (throttled, say) count like any other.
 
     Args:
-        samples: a row a replay, with columns `round`, `arm` and `us` (microseconds); one case, one mode.
+        samples: one row per replay, with columns `round`, `arm` and `us` (microseconds); one case, one mode.
 
     Raises:
         StudyError: when a column or an arm is missing, no round holds both arms, a time is not positive and finite,

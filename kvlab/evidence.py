@@ -58,7 +58,7 @@ def gap_rows(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def claim_gaps(gaps: pd.DataFrame, arm: str = "random") -> pd.DataFrame:
-    """A row a model, routing, phase, context and mode: of the runs that were not sweeps, where a model has such.
+    """One row per model, routing, phase, context and mode: of the runs that were not sweeps, where a model has such.
 
     Of several batches at a context it is the largest; of several runs one that is not `off_pace`, then
     one that holds both modes, then that of most rounds.
@@ -171,7 +171,7 @@ def profiled_cases(runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
 def other_arms(runs: Iterable[Run]) -> pd.DataFrame:
     """The gaps of contents that are neither random, nor zero in part, nor a mix of such: `prefill`, shapes of scores.
 
-    Columns as of `gap_rows`, one row a step, mode and arm; with the row of `random` that was timed beside them.
+    Columns as of `gap_rows`, one row per step, mode and arm; with the row of `random` that was timed beside them.
     """
     rows = gap_rows(runs)
     rows = rows[rows["gap"].notna()]
@@ -295,7 +295,7 @@ def records(root: Path, part: str) -> list[dict[str, Any]]:
 
 
 def _speaking(rows: pd.DataFrame, place: list[str], then: Sequence[str] = ()) -> pd.DataFrame:
-    """A row a place and mode: of a run that is not `off_pace`, then one with both modes there, then most rounds,
+    """One row per place and mode: of a run that is not `off_pace`, then one with both modes there, then most rounds,
     then the last by `then`, then the newest."""
     modes = rows.groupby([*place, "path"], dropna=False)["mode"].transform("nunique")
     rows = rows.assign(modes=modes, paced=~rows["off_pace"].astype(bool))

@@ -1,4 +1,4 @@
-"""Layer 4: the gaps of a run as one table: a row a case, mode and compared arm."""
+"""Layer 4: the gaps of a run as one table: one row per case, mode and compared arm."""
 
 from __future__ import annotations
 

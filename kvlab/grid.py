@@ -142,7 +142,7 @@ def sweep(
         margin, mode, rounds, budget, replays, discard, seed, explain, out, progress: as for `check`.
 
     Returns:
-        The run; `.gaps` has a row a case, mode and arm, with `context`, `batch`, `query` and `topk`.
+        The run; `.gaps` has one row per case, mode and arm, with `context`, `batch`, `query` and `topk`.
 
     Raises:
         KvlabError: for bad input, before anything is measured. A case that does not fit gets the verdict `invalid`,

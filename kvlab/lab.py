@@ -177,7 +177,7 @@ def in_vllm(run: Run) -> bool:
 
 
 def verdict_table(*runs: Run) -> Styler:
-    """A row a case and mode of the runs, the worst verdict first, and below why those that are not equivalent are not.
+    """One row per case and mode, the worst verdict first, and below why those that are not equivalent are not.
 
     For reading; `.data` is the DataFrame. A case that is not finished has its rounds in place of a verdict.
 

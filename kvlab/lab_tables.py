@@ -27,7 +27,7 @@ DECIDED = ("equivalent", "different")
 
 
 def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | None = None) -> pd.DataFrame:
-    """A row a model, phase and context: the gap in each mode with its interval, in percent, and the verdict.
+    """One row per model, phase and context: the gap in each mode with its interval, in percent, and the verdict.
 
     Args:
         rows: of `claim_gaps`.
@@ -89,7 +89,7 @@ def model_words(row: Mapping[Any, Any] | pd.Series) -> str:
 
 
 def cause_table(runs: Sequence[Run]) -> Styler:
-    """A row a step and mode whose kernels were profiled: gap, verdict, and the cause in a sentence."""
+    """One row per step and mode whose kernels were profiled: gap, verdict, and the cause in a sentence."""
     rows = gap_rows(runs)
     rows = rows[rows["arm"] == "random"]
     texts = []

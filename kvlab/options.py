@@ -52,7 +52,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> 
     )
     _add_model(verify)
     _add_cases(verify)
-    verify.add_argument("--json", action="store_true", help="print one JSON object a case")
+    verify.add_argument("--json", action="store_true", help="print one JSON object per case")
 
     views = subparsers.add_parser("views", help="what a step may write, as a table")
     _add_model(views)
@@ -65,7 +65,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> 
     report.add_argument("--title", help="of the report; from models and GPUs by default")
 
     models = subparsers.add_parser("models", help="the models that come with kvlab, by engine")
-    models.add_argument("--json", action="store_true", help="print one JSON object a model")
+    models.add_argument("--json", action="store_true", help="print one JSON object per model")
     doctor = subparsers.add_parser("doctor", help="what this machine has: versions, GPU, clocks")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     for name, subparser in subparsers.choices.items():
@@ -139,7 +139,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="folder of the run; an unfinished one of the same study is resumed"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a case and mode")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and mode")
     parser.add_argument("--no-plot", action="store_true", help="do not draw gaps.png into the run's folder")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 

@@ -23,7 +23,7 @@ OTHER_PACE_WORDS = (
 
 
 def paces(run: Run) -> pd.DataFrame:
-    """A row a case and mode that has a verdict: `case`, `mode`, `rounds`, `off_pace` (not at its mode's pace)."""
+    """One row per case and mode that has a verdict: `case`, `mode`, `rounds`, `off_pace` (not at its mode's pace)."""
     steps = run.verdicts.reindex(columns=["case", "mode", "rounds", "flagged"])
     steps = steps.merge(run.cases, on="case", how="left", suffixes=("", "_of"))
     steps["off_pace"] = False

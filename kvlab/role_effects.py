@@ -17,7 +17,7 @@ def role_effects(
     """Main effects of the indexer's and of the KV's contents, and by how much both do more than each alone.
 
     Args:
-        table: a row a round, a column an arm: microseconds (`kvlab.estimates.round_table`), or cycles.
+        table: one row per round, one column per arm: microseconds (`kvlab.estimates.round_table`), or cycles.
 
     Returns:
         Of per-round log ratios, over the rounds that hold all four arms; None three times without such rounds.

@@ -33,8 +33,8 @@ def measure_round(
         finite: arm -> its outputs were finite so far; updated.
 
     Returns:
-        Rows for `Run.add_round`; and what the card did meanwhile, a row an arm for `Run.add_telemetry`, which has yet
-        to learn case, mode and round; none where there are no sensors. `failure`: why readings ended early, where so.
+        Rows for `Run.add_round`; and what the card did meanwhile, one row per arm for `Run.add_telemetry`, which has
+        yet to learn case, mode and round; none where there are no sensors. `failure`: why readings ended early.
     """
     by_name = {arm.name: arm for arm in plan.arms}
     rows: list[dict[str, Any]] = []

@@ -196,7 +196,7 @@ class Run:
 
     @property
     def cases(self) -> pd.DataFrame:
-        """A row a case: `case`, `text`, `phase`, `requests` (JSON text), its facts."""
+        """One row per case: `case`, `text`, `phase`, `requests` (JSON text), its facts."""
         return self._frames("cases")["cases"]
 
     @property
@@ -214,22 +214,22 @@ class Run:
 
     @property
     def verdicts(self) -> pd.DataFrame:
-        """A row a case and mode, the verdict's nested keys flattened: `aa_gap`, `median_us_<arm>`, ..."""
+        """One row per case and mode, the verdict's nested keys flattened: `aa_gap`, `median_us_<arm>`, ..."""
         return self._frames("verdicts")["verdicts"]
 
     @property
     def gaps(self) -> pd.DataFrame:
-        """A row a case, mode and compared arm: `gap`, `ci90_lo`, `ci90_hi`, `verdict`, and what the case is."""
+        """One row per case, mode and compared arm: `gap`, `ci90_lo`, `ci90_hi`, `verdict`, and what the case is."""
         return gap_table(self._verdicts(), self._identity)
 
     @property
     def kernels(self) -> pd.DataFrame:
-        """A row a kernel of an arm."""
+        """One row per kernel of an arm."""
         return self._frames("kernels")["kernels"]
 
     @property
     def telemetry(self) -> pd.DataFrame:
-        """A row a reading."""
+        """One row per reading."""
         return self._frames("telemetry")["telemetry"]
 
     def export(self, folder: str | Path) -> list[Path]:

@@ -72,7 +72,7 @@ def check(
         progress: called with a `Tick` as rounds finish.
 
     Returns:
-        The run, open for reading; `.verdicts` has a row a case and mode.
+        The run, open for reading; `.verdicts` has one row per case and mode.
 
     Raises:
         KvlabError: for bad input, before anything is measured. A case that fails later gets the verdict `invalid`.

@@ -16,7 +16,7 @@ _KERNELS = 12
 
 
 def verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
-    """A row a case and mode, then the reasons, a line each."""
+    """One row per case and mode, then the reasons, a line each."""
     rows = [
         {
             "case": v["case"],

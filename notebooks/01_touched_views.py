@@ -27,8 +27,8 @@ lab.watermark()
 # %% [markdown]
 # ## By block and by byte
 #
-# A row a request: the blocks that it owns, and those of them that the step may write. Below each picture the same as
-# numbers: the bytes to save and to restore, against all that the case owns.
+# One row per request: the blocks that it owns, and those of them that the step may write. Below each picture the same
+# as numbers: the bytes to save and to restore, against all that the case owns.
 
 # %%
 proofs = []

@@ -178,7 +178,7 @@ class Page:
         return f"![{picture.caption}]({self.figures}/{picture.name}.png)" if picture else NOT_YET
 
     def answer(self) -> str:
-        """A sentence a phase, the table, the picture."""
+        """One sentence per phase, the table, the picture."""
         if self.claim.empty:
             return NOT_YET
         margin = f"{100 * self.claim['margin'].max():g} %"

@@ -117,7 +117,7 @@ def vllm_presets() -> dict[str, ModelSource]:
 
 
 def list_models() -> list[dict[str, Any]]:
-    """A row a model that comes with kvlab: `model`, `engine`, `layers`, `architecture`, `source`, `reduced`."""
+    """One row per model that comes with kvlab: `model`, `engine`, `layers`, `architecture`, `source`, `reduced`."""
     reference = [
         {
             "model": name,

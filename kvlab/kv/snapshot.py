@@ -48,6 +48,10 @@ class Snapshot:
         for copy in self._copies:
             copy.restore()
 
+    def drop(self) -> None:
+        """Let go of the views and of what was saved of them; a restore then does nothing."""
+        self._copies = []
+
 
 class _ViewCopy:
     def __init__(self, views: Sequence[torch.Tensor]) -> None:

@@ -40,8 +40,8 @@ class KernelProfile:
     """A step's time by kernel; times in microseconds of one step.
 
     Attributes:
-        rows: a row a kernel, the longest first: `kernel` (short name), `role`, `us` (mean over replays), `calls` (per
-            step), `us_each` (by replay); last the row `BETWEEN`, so that all rows add to `timed_us`.
+        rows: one row per kernel, the longest first: `kernel` (short name), `role`, `us` (mean over replays), `calls`
+            (per step), `us_each` (by replay); last the row `BETWEEN`, so that all rows add to `timed_us`.
         total_us: all kernels, without the rest.
         busy_us: time with at least one kernel running; less than `total_us` where streams overlap.
         timed_us: median of the timer's own replays, without the profiler.

@@ -45,7 +45,7 @@ def plot_gaps(verdicts: pd.DataFrame, *, title: str | None = None) -> tuple[Figu
     """Each case's gap with its 90 % interval against the margin, the A/A floor below it.
 
     Args:
-        verdicts: `Run.verdicts`, or several put together; one row a case, top to bottom.
+        verdicts: `Run.verdicts`, or several put together; one row per case, top to bottom.
 
     Raises:
         RunError: for an empty table.

@@ -1,4 +1,4 @@
-"""Layer 4: gaps along one dimension as small multiples: a panel a model and phase, gaps of a phase on one scale."""
+"""Layer 4: gaps along one dimension as small multiples: one panel per model and phase, gaps of a phase on one scale."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _TICK = 0.4
 def plot_context_panels(
     gaps: pd.DataFrame, *, arm: str = "random", title: str | None = None
 ) -> tuple[Figure, np.ndarray]:
-    """Gap against context length: a column a model, a row a phase, a line a mode.
+    """Gap against context length: one column per model, one row per phase, one line per mode.
 
     Args:
         gaps: `Run.gaps`, or several put together; `context` in tokens, one gap a place.

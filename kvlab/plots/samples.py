@@ -35,10 +35,10 @@ _SENSED = {"watts": "board power (W)", "sm_mhz": "SM clock (MHz)"}
 def plot_samples(
     samples: pd.DataFrame, case: str, *, mode: str | None = None, clock: bool = True, title: str | None = None
 ) -> tuple[Figure, Axes]:
-    """One case's replays, round by round, a colour and a mark an arm; flagged replays are hollow.
+    """One case's replays, round by round, one colour and mark per arm; flagged replays are hollow.
 
-    A line an arm: the median of its rounds, each as `kvlab.estimates.round_table` has it, which is what a verdict
-    compares. A column a mode; below, where the samples have `sm_mhz`, the SM clock.
+    One line per arm: the median of its rounds, each as `kvlab.estimates.round_table` has it, which is what a verdict
+    compares. One column per mode; below, where the samples have `sm_mhz`, the SM clock.
 
     Args:
         samples: `Run.samples`.

@@ -20,7 +20,7 @@ def plot_settling(
     power_limit_watts: float | None = None,
     title: str | None = None,
 ) -> tuple[Figure, ndarray]:
-    """Step time, SM clock and board power by seconds since the contents changed; a line a visit, a colour a fill.
+    """Step time, SM clock and board power by seconds since the contents changed; one line per visit.
 
     Args:
         replays: `visit`, `fill`, `t_s` (seconds since the change), `us`, as of `benchmarks/cap_settling.py`.

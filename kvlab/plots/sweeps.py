@@ -54,7 +54,7 @@ _MOST_BELOW = 4  # lines whose legend has room below the axes
 
 @styled
 def plot_context_sweep(gaps: pd.DataFrame, *, arm: str = "random", title: str | None = None) -> tuple[Figure, Axes]:
-    """Gap against context length: a line a phase, and a model, batch or mode where there are several.
+    """Gap against context length: one line per phase, and a model, batch or mode where there are several.
 
     Args:
         gaps: `Run.gaps`, or several put together; `context` in tokens.

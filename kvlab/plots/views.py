@@ -67,11 +67,11 @@ def plot_views(blocks: pd.DataFrame, *, most: int = 4, title: str | None = None)
     """What a step may write: a row of blocks a request, under each group. Long stretches are cut, with their count.
 
     Args:
-        blocks: a row a group and request: `group`, `kind` (`attention`, `window`, `state`), `request`, the owned
+        blocks: one row per group and request: `group`, `kind` (`attention`, `window`, `state`), `request`, the owned
             blocks [`begin`, `end`) and the touched among them [`touched_begin`, `touched_end`), `block_size` (tokens),
             `layers`. Optional: `tokens` of KV of the request, which tells how many blocks before its window were
             freed; `written`, a list: the share of each owned block's bytes that the step wrote.
-        most: rows a group; requests that look alike and follow each other share one.
+        most: rows per group; requests that look alike and follow each other share one.
 
     Raises:
         RunError: for no blocks, or a touched range that is not within the owned one.

@@ -111,7 +111,7 @@ def _other_pace(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def verdict_table(rows: Sequence[Row]) -> Table:
-    """A row a case and mode, worst first; columns that would say the same everywhere are left out."""
+    """One row per case and mode, worst first; columns that would say the same everywhere are left out."""
     rows = by_severity(rows)
     several = [c for c in ("run", "model", "mode", "margin") if len({getattr(r, c) for r in rows} - {""}) > 1]
     if "run" in several and len({(row.model, row.case, row.mode) for row in rows}) == len(rows):

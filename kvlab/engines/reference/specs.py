@@ -26,10 +26,10 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """A cache of one row a token and head.
+    """A cache of one row per token and head.
 
     Attributes:
-        num_kv_heads: rows a token.
+        num_kv_heads: rows per token.
         head_size: values of K in a row, as of V.
         dtype: of the cache tensor.
         kernel_blocks: kernel blocks in an allocator block.
@@ -74,7 +74,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """One row a token, without a separate V: `[B, N, head_size]`.
+    """One row per token, without a separate V: `[B, N, head_size]`.
 
     Attributes:
         head_size: elements of `dtype` in a row; bytes where the row is packed (dtype uint8).

@@ -168,7 +168,7 @@ class VllmEngine(Engine):
                 step.close()
         self._open_step = None
         for prefilled in self._prefills:
-            prefilled._copies = []  # whoever keeps it would keep the caches
+            prefilled.drop()  # whoever keeps it would keep the caches
         self.kv_caches, self.attn_groups, self.kv_cache_groups = {}, [], []
         core = self._llm.llm_engine.engine_core
         self._llm = self._runner = None
