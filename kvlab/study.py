@@ -32,7 +32,7 @@ from kvlab.rounds import measure_round
 from kvlab.run import Run
 from kvlab.stats import MIN_ROUNDS
 from kvlab.ticks import Progress, Tick, told
-from kvlab.verdict import case_verdict, failed_verdict, verdict_head, with_reasons
+from kvlab.verdict import case_verdict, failed_verdict, finite_so_far, kept_verdict, verdict_head, with_reasons
 
 # Seconds of replays before the first round.
 _WARM_UP = 0.5
@@ -201,17 +201,18 @@ class Study:
         facts = {**case_axes(case), "topk": engine.topk}
         self.run.add_case(case.name, str(case), case.phase, [asdict(request) for request in case.requests], **facts)
         step: Step | None = None
+        found: Examination | Exception
         try:
             try:
                 step = self._prepare(engine, case)
                 found = examine(step, self.plan)
             except (EngineError, CapacityError, CaseError) as error:
                 # The other cases can still be decided; the run says of this one what was wrong.
-                found = Examination(culprits=(str(error),))
+                found = error
             for mode in todo:
                 self._index += 1
                 head = {**verdict_head(engine, case, self.plan, mode, self.run.path), **facts}
-                for verdict in self._verdicts(step, found, mode, begin):
+                for verdict in self._verdicts(case.name, step, found, mode, begin):
                     self.run.add_verdict(case.name, mode, {**head, **verdict})
                 self._tick(case.name, mode, verdict["rounds"], verdict["rounds"], told(verdict), decided=True)
                 begin = time.perf_counter()
@@ -225,21 +226,23 @@ class Study:
         step.prefilled = prefilled
         return step
 
-    def _verdicts(self, step: Step | None, found: Examination, mode: str, begin: float) -> Iterator[dict[str, Any]]:
+    def _verdicts(
+        self, case: str, step: Step | None, found: Examination | Exception, mode: str, begin: float
+    ) -> Iterator[dict[str, Any]]:
         """The verdict, then the verdict with its cause, so that an interrupt while profiling keeps the first."""
-        if step is None or found.culprits:
+        if step is None or isinstance(found, Exception):
+            yield kept_verdict(self.run, self.plan, case, mode, None, str(found))
+        elif found.culprits:
             yield failed_verdict(self.plan, found.culprits, found.finite)
-            return
-        try:
-            yield from self._measured(step, found, mode, begin)
-        except EngineError as error:
-            yield failed_verdict(self.plan, [str(error)], found.finite)
+        else:
+            try:
+                yield from self._measured(step, found, mode, begin)
+            except (EngineError, StudyError) as error:
+                yield kept_verdict(self.run, self.plan, case, mode, found, str(error))
 
     def _measured(self, step: Step, found: Examination, mode: str, begin: float) -> Iterator[dict[str, Any]]:
         name, plan = step.case.name, self.plan
-        # What an earlier process saw in its rounds counts as much as what this one sees.
-        seen = self.run.facts_of(name).get(f"nonfinite_{mode}", ())
-        finite = {arm: fine and arm not in seen for arm, fine in found.finite.items()}
+        finite = finite_so_far(self.run, name, mode, found)
         step.fill(plan.arms[0].fill, plan.seed)
         timer = make_timer(step, mode)
         try:
@@ -262,7 +265,7 @@ class Study:
             if plan.explain:
                 try:
                     yield verdict | explain(step, timer, plan, mode, self.run, found.routing_moved)
-                except EngineError as error:
+                except (EngineError, StudyError) as error:
                     # The times stand without it; the same call again tries once more.
                     yield with_reasons(verdict, f"no cause was looked for: {error}")
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvlab.estimates import round_table
 from kvlab.examination import Examination
 from kvlab.measure.telemetry import CLOCK_FLOOR
 from kvlab.plan import Plan
+from kvlab.run import Run
 from kvlab.stats import decide
 
 
@@ -48,6 +50,27 @@ def failed_verdict(plan: Plan, reasons: Sequence[str], finite: Mapping[str, bool
         "arm": plan.claim.name,
         "reasons": list(reasons),
     }
+
+
+def kept_verdict(run: Run, plan: Plan, case: str, mode: str, found: Examination | None, failure: str) -> dict[str, Any]:
+    """The verdict on a case that failed on the way: what its rounds say where it has any, or said before.
+
+    Args:
+        found: of the step; None where there was none to look at.
+    """
+    told, samples, stored = f"It went no further: {failure}", run.samples_of(case, mode), run.verdict_of(case, mode)
+    if found is not None and len(samples):
+        found = replace(found, finite=finite_so_far(run, case, mode, found))
+        return with_reasons(case_verdict(samples, plan, found), told)
+    if stored and stored["rounds"]:
+        return stored if told in stored["reasons"] else with_reasons(stored, told)
+    return failed_verdict(plan, [failure], found.finite if found else None)
+
+
+def finite_so_far(run: Run, case: str, mode: str, found: Examination) -> dict[str, bool]:
+    """Arm -> its outputs were finite: what an earlier process saw in its rounds counts as much as what this one sees."""
+    seen = run.facts_of(case).get(f"nonfinite_{mode}", ())
+    return {arm: fine and arm not in seen for arm, fine in found.finite.items()}
 
 
 def with_reasons(verdict: Mapping[str, Any], *sentences: str) -> dict[str, Any]:

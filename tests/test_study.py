@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -302,6 +303,51 @@ def test_a_case_that_the_engine_cannot_run_is_invalid_and_the_next_goes_on(hand_
     run = check(hand_engine, ("hit=8@40", "decode=2*1@40"), rounds=8, out=tmp_path / "run")
     assert run.verdicts.set_index("case")["verdict"].to_dict() == {"hit": "invalid", "decode": "equivalent"}
     assert "no kernel" in " ".join(run.verdict_of("hit", "isolated")["reasons"])
+
+
+@pytest.mark.parametrize("where", ["examine", "make_timer", "measure_round", "captured"])
+def test_a_failure_never_takes_back_what_rounds_have_shown(hand_engine, simulated_clock, monkeypatch, tmp_path, where):
+    """More rounds, or a cause, asked of a decided case: the attempt fails, and the verdict stands with a word of it."""
+
+    def fail(*_, **__):
+        raise EngineError("out of memory")
+
+    simulated_clock(steady())
+    again = partial(check, hand_engine, ["d=1@40"], out=tmp_path / "run")
+    with again(rounds=8) as run:
+        before = run.verdict_of("d", "isolated")
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvlab.study.{where}", fail)
+            with again(rounds=9) as run:
+                kept = run.verdict_of("d", "isolated")
+        assert (kept["verdict"], kept["rounds"], kept["gap"]) == ("equivalent", 8, before["gap"])
+        assert kept["added"] == ["It went no further: out of memory"]
+    with again(rounds=9) as run:
+        assert run.verdict_of("d", "isolated")["rounds"] == 9
+        assert "added" not in run.verdict_of("d", "isolated")
+
+
+@pytest.mark.parametrize("error", [EngineError, StudyError])
+def test_an_error_late_in_the_rounds_leaves_a_verdict_of_those_before(
+    hand_engine, simulated_clock, monkeypatch, tmp_path, error
+):
+    from kvlab import study
+
+    simulated_clock(steady())
+    measure = study.measure_round
+
+    def fail_late(step, timer, plan, mode, index, *rest):
+        if index == 7:
+            raise error("a kernel failed")
+        return measure(step, timer, plan, mode, index, *rest)
+
+    monkeypatch.setattr(study, "measure_round", fail_late)
+    run = check(hand_engine, ["d=1@40", "e=1@40"], rounds=20, out=tmp_path / "run")
+    for case in ("d", "e"):
+        verdict = run.verdict_of(case, "isolated")
+        assert (verdict["verdict"], verdict["rounds"]) == ("equivalent", 7)
+        assert verdict["reasons"][-1] == "It went no further: a kernel failed"
 
 
 def test_real_routing_is_marked(hand_engine, simulated_clock, tmp_path):
