@@ -20,7 +20,16 @@ import numpy as np
 import pandas as pd
 
 from kvlab.cause_words import CLOCK_MOVED, MAIN, cause_sentence
-from kvlab.estimates import BASELINE, Estimate, arm_estimate, estimate, round_table, table_ratios
+from kvlab.estimates import (
+    BASELINE,
+    Estimate,
+    arm_estimate,
+    estimate,
+    round_processes,
+    round_table,
+    table_estimate,
+    table_ratios,
+)
 from kvlab.intervals import Floats
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
 from kvlab.kernel_names import MOE, REST, SELECTION
@@ -129,8 +138,11 @@ def find_cause(
     step = float(us[baseline].median())
     clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
     mhz = _by_arm("sm_mhz", arm, baseline, telemetry, samples)
-    indexer, kv, interaction = role_effects(us, arm, baseline)
-    indexer_cycles, kv_cycles, _ = (None,) * 3 if clocks is None else role_effects(us * clocks, arm, baseline)
+    processes = round_processes(samples)
+    indexer, kv, interaction = role_effects(us, arm, baseline, processes)
+    indexer_cycles, kv_cycles, _ = (
+        (None,) * 3 if clocks is None else role_effects(us * clocks, arm, baseline, processes)
+    )
     selection = _selection(roles, indexer_cycles, step)
     left = step * gap.gap - selection.us
     clocked = Part(0.0, 0.0)
@@ -141,7 +153,7 @@ def find_cause(
         sentence="",
         gap=gap,
         aa=arm_estimate(samples, AGAIN, baseline) if AGAIN in set(samples["arm"]) else None,
-        cycles=None if clocks is None else estimate(table_ratios(us * clocks, arm, baseline)),
+        cycles=None if clocks is None else table_estimate(us * clocks, arm, baseline, processes),
         mhz=mhz,
         watts=_by_arm("watts", arm, baseline, telemetry, samples),
         selection=selection if len(roles) or selection.us else None,
@@ -185,7 +197,7 @@ def gap_in_cycles(
     """
     us = round_table(samples)
     clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
-    return None if clocks is None else estimate(table_ratios(us * clocks, arm, baseline))
+    return None if clocks is None else table_estimate(us * clocks, arm, baseline, round_processes(samples))
 
 
 def _round_clocks(us: pd.DataFrame, arms: tuple[str, str], *sources: pd.DataFrame | None) -> pd.DataFrame | None:

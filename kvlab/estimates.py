@@ -116,12 +116,24 @@ def arm_estimate(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> E
     Raises:
         StudyError: as `round_ratios`.
     """
-    table = round_table(samples)
+    return table_estimate(round_table(samples), arm, baseline, round_processes(samples))
+
+
+def table_estimate(
+    table: pd.DataFrame, arm: str, baseline: str = BASELINE, processes: pd.Series | None = None
+) -> Estimate:
+    """`arm_estimate` from a `round_table`, or from one of cycles.
+
+    Args:
+        processes: of `round_processes`.
+    """
     ratios = table_ratios(table, arm, baseline)
-    if "process" not in samples:
-        return estimate(ratios)
-    process = samples.groupby("round")["process"].first()
-    return estimate(ratios, process[table[[arm, baseline]].dropna().index])
+    return estimate(ratios, None if processes is None else processes[table[[arm, baseline]].dropna().index])
+
+
+def round_processes(samples: pd.DataFrame) -> pd.Series | None:
+    """By round, which process timed it; None where the samples do not say."""
+    return samples.groupby("round")["process"].first() if "process" in samples else None
 
 
 def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
@@ -142,9 +154,10 @@ def round_ratios(samples: pd.DataFrame, arm: str, baseline: str = BASELINE) -> F
 def round_table(samples: pd.DataFrame) -> pd.DataFrame:
     """Microseconds of each round (row, in order) under each arm (column), NaN where a round lacks the arm.
 
-    The median of the arm's replays. Of sustained ones that a power cap held, or may have held, their mean: the clock
-    swings from replay to replay there, their median is where the swing dwells longest, and what a busy card takes for a
-    step is the time of many over their number (`kvlab.measure.settling` times whole periods of the swing).
+    The median of the arm's replays. Of sustained ones their mean, under all arms, where a power cap held any of them or
+    may have: the clock swings from replay to replay there, their median is where the swing dwells longest, and what a
+    busy card takes for a step is the time of many over their number (`kvlab.measure.settling` times whole periods of
+    the swing). A mean under one arm against a median under another would be a gap of its own.
     """
     return _round_values(samples).unstack("arm")
 
@@ -232,5 +245,4 @@ def _round_values(samples: pd.DataFrame, *more: str) -> pd.Series:
     if not {"mode", "throttled"} <= set(samples):
         return by_visit.median()
     held = (samples["mode"] == SUSTAINED) & ~samples["throttled"].eq(False).fillna(False).astype(bool)
-    swinging = held.groupby([samples[key] for key in keys], observed=True).any()
-    return by_visit.median().mask(swinging, by_visit.mean())
+    return by_visit.mean() if held.any() else by_visit.median()

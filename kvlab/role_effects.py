@@ -12,12 +12,13 @@ from kvlab.estimates import BASELINE, Estimate, estimate
 
 
 def role_effects(
-    table: pd.DataFrame, arm: str, baseline: str = BASELINE
+    table: pd.DataFrame, arm: str, baseline: str = BASELINE, processes: pd.Series | None = None
 ) -> tuple[Estimate, Estimate, Estimate] | tuple[None, None, None]:
     """Main effects of the indexer's and of the KV's contents, and by how much both do more than each alone.
 
     Args:
         table: one row per round, one column per arm: microseconds (`kvlab.estimates.round_table`), or cycles.
+        processes: of `kvlab.estimates.round_processes`, by which the intervals are clustered.
 
     Returns:
         Of per-round log ratios, over the rounds that hold all four arms; None three times without such rounds.
@@ -25,11 +26,15 @@ def role_effects(
     kv_alone, indexer_alone = (_mix(table.columns, *pair) for pair in ((arm, baseline), (baseline, arm)))
     if kv_alone is None or indexer_alone is None or kv_alone == indexer_alone:
         return None, None, None
-    logs = np.log(table[[baseline, arm, kv_alone, indexer_alone]].dropna().to_numpy(float).T)
-    if not logs.size:
+    whole = table[[baseline, arm, kv_alone, indexer_alone]].dropna()
+    if whole.empty:
         return None, None, None
+    logs = np.log(whole.to_numpy(float).T)
     both, kv, indexer = logs[1:] - logs[0]
-    return estimate((indexer + both - kv) / 2), estimate((kv + both - indexer) / 2), estimate(both - kv - indexer)
+    process = None if processes is None else processes[whole.index]
+    effects = (indexer + both - kv) / 2, (kv + both - indexer) / 2, both - kv - indexer
+    of_indexer, of_kv, interaction = (estimate(effect, process) for effect in effects)
+    return of_indexer, of_kv, interaction
 
 
 def _mix(arms: Iterable[str], kv: str, indexer: str) -> str | None:

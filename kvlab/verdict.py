@@ -68,7 +68,7 @@ def kept_verdict(run: Run, plan: Plan, case: str, mode: str, found: Examination 
 
 
 def finite_so_far(run: Run, case: str, mode: str, found: Examination) -> dict[str, bool]:
-    """Arm -> its outputs were finite: what an earlier process saw in its rounds counts as much as what this one sees."""
+    """Arm -> its outputs were finite, in the rounds of earlier processes too."""
     seen = run.facts_of(case).get(f"nonfinite_{mode}", ())
     return {arm: fine and arm not in seen for arm, fine in found.finite.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -248,7 +249,24 @@ def test_what_a_busy_card_takes_under_a_cap_is_the_mean_of_its_replays(mode, thr
     zeros = pd.DataFrame({"round": 0, "arm": "zeros", "us": [8.0, 9.0, 900.0], "mode": mode, "throttled": False})
     table = round_table(pd.concat([samples, zeros.astype({"throttled": dtype})]))
     assert table["random"].tolist() == [value]
-    assert table["zeros"].tolist() == [9.0]
+    # Of both arms alike: a mean against a median would be a gap of its own.
+    assert table["zeros"].tolist() == [9.0 if value == 10 else pytest.approx(917 / 3)]
+
+
+@pytest.mark.parametrize("throttled", [("random",), ("zeros", "random"), ()])
+def test_which_arm_a_cap_holds_makes_no_gap(throttled):
+    """The same swinging step under every arm; the cap is told of under some."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number, arm in itertools.product(range(20), ("zeros", "zeros_again", "random")):
+        swing = np.where(np.arange(25) % 5 == 0, 1.05, 1.0) * (1 + 1e-4 * rng.standard_normal(25))
+        rows += [
+            {"round": number, "arm": arm, "us": 1000 * s, "mode": "sustained", "throttled": arm in throttled}
+            for s in swing
+        ]
+    decision = decide(pd.DataFrame(rows), margin=0.001)
+    assert decision.verdict == "equivalent"
+    assert abs(decision.gap.gap) < 1e-4
 
 
 BAD = {
