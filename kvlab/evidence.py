@@ -22,6 +22,7 @@ from kvlab.pace import paces
 from kvlab.plots.style import microseconds
 from kvlab.plots.sweeps import zero_fraction
 from kvlab.run import Run, open_run
+from kvlab.tables import TABLES, frame
 
 # A step as it was asked for; its name is not part of it.
 STEP = ["model", "engine", "gpu", "routing", "phase", "context", "batch", "query", "topk"]
@@ -182,7 +183,7 @@ def other_arms(runs: Iterable[Run]) -> pd.DataFrame:
 
 def readings(cases: Iterable[tuple[Run, str, str]]) -> pd.DataFrame:
     """The replays under zeros and random of some cases of some runs, for `kvlab.plots.plot_clocks`."""
-    tables = [run.samples_of(case, mode) for run, case, mode in cases]
+    tables = [run.samples_of(case, mode) for run, case, mode in cases] or [frame(TABLES["samples"], [], {})]
     rows = pd.concat([table[table["arm"].isin(("zeros", "random"))] for table in tables], ignore_index=True)
     # One model's run needs no second name above its bars.
     return rows.assign(run="")

@@ -54,6 +54,8 @@ def gap_table(verdicts: Iterable[tuple[str, str, Mapping[str, Any]]], identity: 
             lo, hi = found.get("ci90") or (None, None)
             gap = {"gap": found.get("gap"), "ci90_lo": lo, "ci90_hi": hi, "verdict": found.get("verdict")}
             rows.append({**head, "arm": arm, **gap})
-    table = pd.DataFrame(rows, columns=[*_COLUMNS, *AXES, *IDENTITY])
-    numbers = ["margin", "gap", "ci90_lo", "ci90_hi", *AXES]
-    return table.astype(dict.fromkeys(numbers, "float64"))
+    columns = [*_COLUMNS, *AXES, *IDENTITY]
+    types = dict.fromkeys(["margin", "gap", "ci90_lo", "ci90_hi", *AXES], "float64")
+    if not rows:  # no values that would tell the types of the others
+        types = {**dict.fromkeys(columns, "str"), **types, "seed": "int64"}
+    return pd.DataFrame(rows, columns=columns).astype(types)

@@ -17,6 +17,7 @@ from kvlab.lab import COMMITTED
 from kvlab.plots.style import MINUS, OTHER_PACE, VERDICT_STYLE
 from kvlab.provenance import power_limit
 from kvlab.run import Run, open_run
+from kvlab.tables import TABLES
 
 
 def row(**more):
@@ -270,18 +271,22 @@ def test_a_cause_in_a_clause(cause, said):
 
 def test_no_runs_have_the_columns_of_some_and_every_table_of_them_is_empty():
     none, some = evidence.gap_rows([]), evidence.gap_rows(evidence.open_runs(COMMITTED)[:2])
-    assert list(none.columns) == list(some.columns)
+    assert none.dtypes.to_dict() == some.dtypes.to_dict()
     assert none.empty
     for pick in (evidence.claim_gaps, evidence.context_gaps, pace.drawn, lab_tables.with_places):
         assert pick(none).empty
     assert evidence.other_arms([]).empty
     assert evidence.profiled_cases([]) == []
+    read = evidence.readings([])
+    assert read.empty
+    assert set(TABLES["samples"].columns) <= set(read)
     assert evidence.find_causes([], none) == {}
     for axis in ("topk", "zero_fraction"):
         assert evidence.sparsity_gaps([], axis).empty
     assert lab_tables.claim_table(none).empty
     for table in (lab_tables.cause_table([]), lab_tables.routing_table([]), lab_tables.context_table(none)):
         assert table.data.empty
+    assert lab_tables.selection_table([]) is None
 
 
 def test_runs_of_another_engine_alone_have_no_sparsity_and_no_causes():
