@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +12,15 @@ from matplotlib.figure import Figure
 
 from kvlab import plots
 from kvlab.background import State
-from kvlab.database import FILE
 from kvlab.errors import RunError, StudyError
-from kvlab.export import RECORD
+from kvlab.export import run_files
 from kvlab.kv.parsing import split_fills
 from kvlab.lab import COMMITTED
 from kvlab.plots.style import percent, percent_interval
 from kvlab.report.answer import headline as answer
 from kvlab.report.facts import read_run
 from kvlab.run import Run
-from kvlab.texts import fractions, token_counts
+from kvlab.texts import fractions, json_object, token_counts
 
 # Of the dashboard, as they are shown; the engine goes before the model, whose choices it decides on.
 FIELDS = (
@@ -30,7 +28,6 @@ FIELDS = (
     *("topk", "zero_fractions", "arms", "margin", "mode", "rounds"),
 )
 OTHER = "other, named below"
-_MARKS = (FILE, RECORD)
 _NUMBERS = ("margin", "gap", "ci90_lo", "ci90_hi", "aa_gap", "aa_ci90_lo", "aa_ci90_hi")
 _COLUMNS = ["model", "engine", "gpu", "case", "mode", "verdict", *_NUMBERS]
 
@@ -70,7 +67,7 @@ def make_spec(**settings: Any) -> dict[str, Any]:
         "command": "sweep",
         "model": model,
         "engine": settings["engine"],
-        "engine_options": engine_options(settings["options"]),
+        "engine_options": json_object(settings["options"] or "{}", "engine options", '{"num_kv_blocks": 4096}'),
         "arms": tuple(split_fills(settings["arms"])),
         "margin": settings["margin"] / 100,
         "mode": settings["mode"],
@@ -79,34 +76,17 @@ def make_spec(**settings: Any) -> dict[str, Any]:
     }
 
 
-def engine_options(text: str) -> dict[str, Any]:
-    """Further options of the engine, as a JSON object; nothing for an empty text.
-
-    Raises:
-        StudyError: for anything else.
-    """
-    try:
-        value = json.loads(text or "{}")
-    except ValueError as error:
-        raise StudyError(
-            f'engine options: {text!r} is no JSON ({error}); write e.g. {{"num_kv_blocks": 4096}}'
-        ) from None
-    if not isinstance(value, dict):
-        raise StudyError(f'engine options: {text!r} is no JSON object; write e.g. {{"num_kv_blocks": 4096}}')
-    return value
-
-
 def list_runs(folder: Path) -> list[tuple[str, str]]:
     """Name and folder of runs: those in `folder`, the newest first, then those of this repository's data."""
     own = list(_folders(folder))
-    own.sort(key=lambda place: max((place / mark).stat().st_mtime for mark in _MARKS if (place / mark).exists()))
+    own.sort(key=lambda place: max(file.stat().st_mtime for file in run_files(place)))
     data = [(f"data: {place.name}", str(place)) for place in sorted(_folders(COMMITTED))]
     return [*((place.name, str(place)) for place in reversed(own)), *data]
 
 
 def _folders(parent: Path) -> Iterator[Path]:
     if parent.is_dir():
-        yield from (place for place in parent.iterdir() if any((place / mark).is_file() for mark in _MARKS))
+        yield from filter(run_files, parent.iterdir())
 
 
 def short(place: Path) -> str:

@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 
 from kvlab.causes import find_cause
-from kvlab.database import FILE
 from kvlab.errors import KvlabError
-from kvlab.export import RECORD
+from kvlab.export import run_files
 from kvlab.gaps import gap_table
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table
 from kvlab.kernel_names import SELECTION
@@ -34,9 +33,7 @@ _SWEPT = r"^[a-z]+-b\d+-k\d+"
 
 def open_runs(root: Path, having: Callable[[Run], Any] = bool) -> list[Run]:
     """The runs in the folders of `root` that have a verdict and what is asked for, by name."""
-    places = (
-        [p for p in sorted(root.iterdir()) if (p / RECORD).is_file() or (p / FILE).is_file()] if root.is_dir() else []
-    )
+    places = filter(run_files, sorted(root.iterdir()) if root.is_dir() else ())
     return [run for run in map(open_run, places) if len(run.gaps) and having(run)]
 
 

@@ -9,13 +9,18 @@ from typing import Any
 
 import pandas as pd
 
-from kvlab.database import FORMAT
+from kvlab.database import FILE, FORMAT
 from kvlab.errors import RunError
 from kvlab.tables import TABLES, frame
 
 RECORD = "provenance.json"
 # Wide tables of few rows: what Parquet says of a column weighs more than its values (one case: 37 KB, not 179).
 _LEAN: dict[str, Any] = {"store_schema": False, "write_statistics": False, "use_dictionary": False}
+
+
+def run_files(folder: Path) -> list[Path]:
+    """The files that make a folder one that `kvlab.open_run` opens; empty where it is none."""
+    return [file for file in (folder / FILE, folder / RECORD) if file.is_file()]
 
 
 def write_export(folder: Path, record: Mapping[str, Any], frames: Mapping[str, pd.DataFrame]) -> list[Path]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from kvlab.errors import StudyError
-from kvlab.texts import fractions, token_counts, words
+from kvlab.texts import fractions, json_object, token_counts, words
 
 BAD_INPUT = 2
 
@@ -186,12 +186,9 @@ def _seed(text: str) -> int:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object; write {{"KEY": VALUE}}')
-    return value
+        return json_object(text, "JSON")
+    except StudyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _key_value(text: str) -> tuple[str, Any]:

@@ -1,9 +1,11 @@
-"""Layer 0: lists of numbers as people type them."""
+"""Layer 0: lists of numbers and JSON objects as people type them."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from typing import Any
 
 from kvlab.errors import StudyError
 
@@ -42,3 +44,18 @@ def fractions(text: str, what: str) -> tuple[float, ...]:
 def words(text: str) -> tuple[str, ...]:
     """`decode, hit` to its words."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def json_object(text: str, what: str, example: str = '{"KEY": VALUE}') -> dict[str, Any]:
+    """`{"a": [1]}` to a dict.
+
+    Raises:
+        StudyError: for any other JSON, or none.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StudyError(f"{what}: {text!r} is no JSON ({error}); write e.g. {example}") from None
+    if not isinstance(value, dict):
+        raise StudyError(f"{what}: {text!r} is no JSON object; write e.g. {example}")
+    return value

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from kvlab.errors import RunError
+from kvlab.export import run_files
 from kvlab.run import Run, open_run
 from kvlab.tables import TABLES
 
@@ -136,3 +137,22 @@ def test_the_committed_runs_of_a_model_stay_under_a_megabyte():
         sizes[json.loads(record.read_text())["study"]["model"]] += size
     assert len(sizes) >= 5
     assert max(sizes.values()) < 1e6, sizes
+
+
+def test_a_folder_has_the_files_of_a_run_where_it_opens_as_one(run, tmp_path):
+    run.export(tmp_path / "export")
+    (tmp_path / "export").joinpath("notes.txt").touch()
+    for name, inner in (("empty", None), ("folders", "run.sqlite"), ("more", "provenance.json")):
+        (tmp_path / name / (inner or "")).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    found = {place.name: [file.name for file in run_files(place)] for place in tmp_path.iterdir()}
+    assert {name: files for name, files in found.items() if files} == {
+        "run": ["run.sqlite"],
+        "export": ["provenance.json"],
+    }
+    for name, files in found.items():
+        if files:
+            open_run(tmp_path / name)
+        else:
+            with pytest.raises(RunError):
+                open_run(tmp_path / name)

@@ -1,11 +1,13 @@
-"""Lists of numbers as people type them."""
+"""Lists of numbers and JSON objects as people type them."""
+
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.errors import StudyError
-from kvlab.texts import fractions, token_counts, words
+from kvlab.texts import fractions, json_object, token_counts, words
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.booleans())))
@@ -33,3 +35,26 @@ def test_what_is_no_share_is_named(text):
 
 def test_words():
     assert words(" decode, hit,") == ("decode", "hit")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_a_json_object_is_read_as_written_and_any_other_json_is_named(value):
+    text = json.dumps(value)
+    if isinstance(value, dict):
+        assert json_object(text, "options") == value
+    else:
+        with pytest.raises(StudyError, match=r"^options: .* is no JSON object; write e\.g\. "):
+            json_object(text, "options")
+
+
+@pytest.mark.parametrize("text", ["", "{", "a=1", "{'a': 1}"])
+def test_what_is_no_json_is_named(text):
+    with pytest.raises(StudyError, match=r"^options: .* is no JSON \("):
+        json_object(text, "options")
