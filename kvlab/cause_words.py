@@ -62,7 +62,7 @@ def cause_sentence(
             parts = f"the indexer's contents make {_estimate(cause.indexer_cycles)} in cycles"
         text = f"{pace}: {parts}, so the cause is the selection of tokens by the indexer's scores"
         if cause.clocks and abs(cause.clocks.us) >= BESIDE * abs(gap_us):
-            text += f"; {_clocks(cause)} all else takes {_part(cause.clocks)}"
+            text += f"; {_clocks(cause)} {_all_else(cause)}"
     elif kind == "kernels":
         role, _ = max(movers.items(), key=lambda item: item[1] * gap_us)
         text = f"{pace}: {_takes(cause, [role])}; {_work_or_clock(cause)}"
@@ -90,6 +90,16 @@ def _part(part: Part) -> str:
     ends = sorted(math.copysign(1, part.us) * end for end in part.ci90)
     scale, digits, _ = _unit(part.us)
     return f"{said} (90 %: {' to '.join(f'{end / scale:,.{digits}f}' for end in ends)})"
+
+
+def _all_else(cause: Cause) -> str:
+    """What is left of the gap without the selection, and how much of that the clock can make, where not all."""
+    assert cause.clocks is not None
+    other = cause.other.us if cause.other else 0.0
+    if abs(other) < BESIDE * abs(cause.clocks.us):
+        return f"all else takes {_part(cause.clocks)}"
+    rest = cause.clocks.us + other
+    return f"all else takes {_size(rest)} {_way(rest)}, of which the clock can make {_part(cause.clocks)}"
 
 
 def _estimate(found: Estimate) -> str:
@@ -132,7 +142,7 @@ def _cancelling(cause: Cause, movers: Mapping[str, float], gap: str) -> str:
         most = ", of it ".join(("", " and ".join(f"{name} {_size(*_gap(cause, name))}" for name in slowed)))
         told = {
             "selection": _takes(cause, [_leading(cause, "selection", chosen)]),
-            "power": f"{_clocks(cause)} all else takes {_part(cause.clocks)}{most}",
+            "power": f"{_clocks(cause)} {_all_else(cause)}{most}",
         }
         return f"{head}: {told[names[0]]}; {told[names[1]]}; the whole step {_estimate(cause.gap)}"
     parts = _takes(cause, [_leading(cause, name, movers[name]) for name in (first, other)])
@@ -148,7 +158,9 @@ def _gap(cause: Cause, role: str) -> tuple[float, float]:
 
 def _by_power(cause: Cause, us: float) -> bool:
     """A kernel slower at a lower clock, or faster at a higher one: power, where power is what holds the clock down."""
-    return cause.mhz is not None and bool(cause.clocks and cause.clocks.us) and (cause.mhz[0] - cause.mhz[1]) * us > 0
+    if cause.mhz is None or cause.clocks is None or (cause.mhz[0] - cause.mhz[1]) * us <= 0:
+        return False
+    return abs(cause.clocks.us) >= MAIN * abs(us)
 
 
 def _leading(cause: Cause, name: str, us: float) -> str:

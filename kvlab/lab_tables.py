@@ -50,8 +50,9 @@ def claim_table(rows: pd.DataFrame, causes: Mapping[Any, Mapping[str, Any]] | No
         if causes is not None:
             # Of a gap that was decided, where one was.
             largest = max(of.to_dict("records"), key=lambda row: (row["verdict"] in DECIDED, abs(row["gap"] or 0.0)))
-            one_of_two = len(of) > 1 and of["verdict"].nunique() > 1
             cause = causes.get(step_key(largest))
+            kinds = {found["kind"] for row in of.to_dict("records") if (found := causes.get(step_key(row)))}
+            one_of_two = len(of) > 1 and (of["verdict"].nunique() > 1 or len(kinds) > 1)
             line["why"] = (f"{largest['mode']}: " if one_of_two and cause else "") + cause_clause(cause)
         told.append(line)
     return pd.DataFrame(told)
