@@ -126,6 +126,52 @@ def test_selection_and_power_cancel():
     )
 
 
+@pytest.mark.parametrize(("clock", "share"), [(1800.0, 0.36), (1940.0, 0.13)])
+def test_all_else_is_told_whole_and_apart_from_what_the_clock_can_make_of_it(clock, share):
+    """Top-k saves 100 us and attention costs 300; the clock alone would make a tenth or less of the step."""
+    found = find_cause(
+        samples(
+            {"zeros": 1000.0, "zeros_again": 1000.0, "random": 1200.0},
+            {"zeros": 1980.0, "zeros_again": 1980.0, "random": clock},
+        ),
+        kernels({"zeros": {"top-k": 200.0, "attention": 800.0}, "random": {"top-k": 100.0, "attention": 1100.0}}),
+    )
+    assert found.clocks.us + found.other.us == pytest.approx(300, rel=0.02)
+    assert found.clocks.us == pytest.approx(1200 * (1 - clock / 1980), rel=0.02)
+    assert found.clocks.us < 0.5 * 300
+    # A clock that makes less than half of it is not the name of the cause.
+    assert found.sentence.startswith("Attention and selection cancel in part")
+    assert "power" not in found.sentence
+
+
+def test_a_cause_by_selection_tells_all_else_and_the_clock_s_part():
+    found = find_cause(
+        samples(
+            {"zeros": 1000.0, "zeros_again": 1000.0, "random": 1290.0},
+            {"zeros": 1980.0, "zeros_again": 1980.0, "random": 1885.0},
+        ),
+        kernels({"zeros": {"top-k": 200.0, "attention": 800.0}, "random": {"top-k": 400.0, "attention": 890.0}}),
+    )
+    assert found.kind == "selection"
+    assert "all else takes 90 us more, of which the clock can make 62 us more" in found.sentence
+
+
+def test_cycles_and_role_effects_are_clustered_by_process_as_the_gap_is():
+    """Twenty rounds in two processes, the second a percent slower under random, at one clock: time and cycles agree."""
+    table = samples(
+        {"zeros": 1000.0, "zeros_again": 1000.0, "random": 1000.0, KV_ALONE: 1000.0, INDEXER_ALONE: 1000.0},
+        dict.fromkeys(("zeros", "zeros_again", "random", KV_ALONE, INDEXER_ALONE), 1980.0),
+        rounds=20,
+    )
+    table["process"] = (table["round"] >= 10).astype(int)
+    table.loc[(table["process"] == 1) & table["arm"].isin(["random", KV_ALONE]), "us"] *= 1.01
+    found = find_cause(table)
+    assert found.cycles.processes == found.gap.processes == found.kv.processes == 2
+    assert found.cycles.ci90 == pytest.approx(found.gap.ci90)
+    assert gap_in_cycles(table).ci90 == pytest.approx(found.gap.ci90)
+    assert found.kv.half_width > 0.01
+
+
 def test_scores_are_work_and_no_selection():
     """Scoring is done for all tokens: at a lower clock it is slower like any other kernel."""
     made = kernels(

@@ -36,6 +36,17 @@ def test_the_claim_has_a_row_a_step_with_both_modes(claims):
     assert set(causes["why"]) == {"not looked for"}
 
 
+def test_a_cause_says_whose_mode_it_is_of_where_the_other_has_another(claims):
+    step = claims[(claims["model"] == "llama-3.1-8b") & (claims["phase"] == "hit") & (claims["context"] == 100_000)]
+    keys = {row["mode"]: evidence.step_key(row) for row in step.to_dict("records")}
+    clock = {"kind": "clocks", "mhz": (1860.0, 1620.0)}
+    attention = {"kind": "kernels", "roles": {"attention": 19_000.0}}
+    (why,) = lab_tables.claim_table(step, {keys["isolated"]: attention, keys["sustained"]: clock})["why"]
+    assert why == "sustained: clock 1,860 to 1,620 MHz"
+    (why,) = lab_tables.claim_table(step, dict.fromkeys(keys.values(), clock))["why"]
+    assert why == "clock 1,860 to 1,620 MHz"
+
+
 def test_contexts_are_columns_and_what_is_not_equivalent_is_shaded(claims):
     style = lab_tables.context_table(evidence.context_gaps(claims))
     assert {"8k tokens", "100k tokens"} <= set(style.data)
