@@ -51,8 +51,9 @@ def cause_sentence(
         text = _cancelling(cause, movers, gap)
     elif kind == "routing":
         moe = f" and {_takes(cause, ['MoE'])}" if "MoE" in cause.roles else ""
-        moved = f"{100 * (cause.routing or 0):.0f} %"
-        text = f"{pace}: {moved} of the tokens went to other experts{moe}, so the cause is the routing and not the KV"
+        moved = f"at least {100 * (cause.routing or 0):.0f} %"
+        so = "so the cause is" if cause.roles else "so the cause may be (its kernels were not profiled)"
+        text = f"{pace}: {moved} of the tokens went to other experts{moe}, {so} the routing and not the KV"
     elif kind == "clocks":
         lead = f"{_takes(cause, [next(iter(carried))])}, " if carried else ""
         text = f"{pace}: {lead}{_clocks(cause)}; {_in_cycles(cause)}"

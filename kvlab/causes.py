@@ -293,9 +293,9 @@ def _kind(cause: Cause, movers: Mapping[str, float], step: float) -> str:
         return "cancelling"
     if not cause.gap.nonzero or abs(cause.gap.log_gap) <= _floor(cause.aa):
         return "none"
-    # Without a profile: what the clock does not explain.
-    clocked = cause.clocks.us / gap_us if cause.clocks else 0.0
-    moe = movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0 - clocked
+    # Without a profile: what neither the clock nor the selection explains.
+    known = sum(part.us / gap_us for part in (cause.clocks, cause.selection) if part)
+    moe = movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0 - known
     if (cause.routing or 0.0) >= ROUTING_MOVED and moe >= MAIN:
         return "routing"
     shares = {"selection": cause.selection, "clocks": cause.clocks}

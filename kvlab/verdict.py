@@ -140,7 +140,9 @@ def _clocks(samples: pd.DataFrame, arm: str) -> dict[str, Any]:
     if "sm_mhz" not in samples or samples["sm_mhz"].isna().all():
         return {}
     watts = samples["watts"] if "watts" in samples else samples["sm_mhz"] * math.nan
-    medians = samples.assign(watts=watts).groupby("arm")[["sm_mhz", "watts"]].median()
+    # Of visits, as causes and reports have them: a replay has its visit's readings, and a capped visit more replays.
+    visits = samples.assign(watts=watts).groupby(["round", "arm"], observed=True)[["sm_mhz", "watts"]].median()
+    medians = visits.groupby("arm").median()
     if medians["sm_mhz"].isna().any():
         return {}
     clocks = {

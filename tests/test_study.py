@@ -6,14 +6,18 @@ import time
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from kvlab.errors import CapacityError, CaseError, EngineError, FillError, RunError, StudyError
+from kvlab.examination import Examination
 from kvlab.kv.fills import parse_fill
 from kvlab.pilot import PILOT_ROUNDS
+from kvlab.plan import Plan
 from kvlab.run import open_run
 from kvlab.stats import MIN_ROUNDS
 from kvlab.study import check
+from kvlab.verdict import case_verdict
 
 CASES = ("decode=2*1@40", "hit=8@40")
 
@@ -542,3 +546,19 @@ def test_a_cpu_measures_one_of_both_modes_and_says_so(hand_engine, simulated_clo
     run = check(hand_engine, CASES[:1], rounds=6, mode=mode, out=tmp_path / "run")
     assert list(run.verdicts["mode"]) == ["isolated" if mode == "both" else mode]
     assert f"mode {mode}: a CPU has no launch queue" in run.provenance["notes"][0]
+
+
+def test_clocks_are_medians_of_visits_however_many_replays_these_kept():
+    """Three capped visits of many replays do not outvote seven free ones of few."""
+    rows = []
+    for number in range(10):
+        for arm in ("zeros", "zeros_again", "random"):
+            held = arm == "random" and number < 3
+            read = {"sm_mhz": 1600.0 if held else 1980.0, "watts": 700.0 if held else 500.0, "throttled": held}
+            rows += [
+                {"round": number, "arm": arm, "us": 1000.0 + number, "routing": "none", "flagged": held, **read}
+                for _ in range(64 if held else 5)
+            ]
+    plan = Plan.of(["random"])
+    verdict = case_verdict(pd.DataFrame(rows), plan, Examination({arm.name: True for arm in plan.arms}))
+    assert verdict["clocks"]["random"] == {"MHz": 1980.0, "W": 500.0}
