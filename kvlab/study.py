@@ -32,7 +32,7 @@ from kvlab.rounds import measure_round
 from kvlab.run import Run
 from kvlab.stats import MIN_ROUNDS
 from kvlab.ticks import Progress, Tick, told
-from kvlab.verdict import case_verdict, failed_verdict, finite_so_far, kept_verdict, verdict_head, with_reasons
+from kvlab.verdict import case_verdict, failed_verdict, finite_so_far, kept_verdict, verdict_head, with_reason
 
 # Seconds of replays before the first round.
 _WARM_UP = 0.5
@@ -258,16 +258,16 @@ class Study:
             verdict = case_verdict(self.run.samples_of(name, mode), plan, replace(found, finite=finite))
             verdict["plan"] = rounds.as_dict()
             if rest.share:
-                verdict = with_reasons({**verdict, "rest": rest.share}, str(rest))
+                verdict = with_reason({**verdict, "rest": rest.share}, str(rest))
             if lost := self.run.facts_of(name).get(f"sensors_failed_{mode}"):
-                verdict = with_reasons(verdict, f"Some rounds have no clocks or watts, as a sensor failed: {lost}.")
+                verdict = with_reason(verdict, f"Some rounds have no clocks or watts, as a sensor failed: {lost}.")
             yield verdict
             if plan.explain:
                 try:
                     yield verdict | explain(step, timer, plan, mode, self.run, found.routing_moved)
                 except (EngineError, StudyError) as error:
                     # The times stand without it; the same call again tries once more.
-                    yield with_reasons(verdict, f"no cause was looked for: {error}")
+                    yield with_reason(verdict, f"no cause was looked for: {error}")
         finally:
             timer.close()
 

@@ -59,11 +59,12 @@ def kept_verdict(run: Run, plan: Plan, case: str, mode: str, found: Examination 
         found: of the step; None where there was none to look at.
     """
     told, samples, stored = f"It went no further: {failure}", run.samples_of(case, mode), run.verdict_of(case, mode)
-    if found is not None and len(samples):
+    rounds = samples["round"].nunique()
+    if found is not None and rounds > (stored["rounds"] if stored else 0):
         found = replace(found, finite=finite_so_far(run, case, mode, found))
-        return with_reasons(case_verdict(samples, plan, found), told)
-    if stored and stored["rounds"]:
-        return stored if told in stored["reasons"] else with_reasons(stored, told)
+        return with_reason(case_verdict(samples, plan, found), told)
+    if stored and stored["rounds"]:  # with its cause, its plan and its rest
+        return stored if told in stored["reasons"] else with_reason(stored, told)
     return failed_verdict(plan, [failure], found.finite if found else None)
 
 
@@ -73,14 +74,12 @@ def finite_so_far(run: Run, case: str, mode: str, found: Examination) -> dict[st
     return {arm: fine and arm not in seen for arm, fine in found.finite.items()}
 
 
-def with_reasons(verdict: Mapping[str, Any], *sentences: str) -> dict[str, Any]:
-    """The verdict with more to say than its samples do; `added` tells these sentences from the samples'."""
-    if not sentences:
-        return dict(verdict)
+def with_reason(verdict: Mapping[str, Any], sentence: str) -> dict[str, Any]:
+    """The verdict with more to say than its samples do; `added` tells such sentences from the samples'."""
     return {
         **verdict,
-        "reasons": [*verdict["reasons"], *sentences],
-        "added": [*verdict.get("added", ()), *sentences],
+        "reasons": [*verdict["reasons"], sentence],
+        "added": [*verdict.get("added", ()), sentence],
     }
 
 

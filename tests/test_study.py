@@ -317,7 +317,9 @@ def test_a_failure_never_takes_back_what_rounds_have_shown(hand_engine, simulate
         raise EngineError("out of memory")
 
     simulated_clock(steady())
-    again = partial(check, hand_engine, ["d=1@40"], out=tmp_path / "run")
+    cause = {"cause": {"kind": "none", "sentence": "No cause to look for."}}
+    monkeypatch.setattr("kvlab.study.explain", lambda *_: cause)
+    again = partial(check, hand_engine, ["d=1@40"], explain=True, out=tmp_path / "run")
     with again(rounds=8) as run:
         before = run.verdict_of("d", "isolated")
     for _ in range(2):
@@ -327,6 +329,7 @@ def test_a_failure_never_takes_back_what_rounds_have_shown(hand_engine, simulate
                 kept = run.verdict_of("d", "isolated")
         assert (kept["verdict"], kept["rounds"], kept["gap"]) == ("equivalent", 8, before["gap"])
         assert kept["added"] == ["It went no further: out of memory"]
+        assert kept["cause"] == cause["cause"]
     with again(rounds=9) as run:
         assert run.verdict_of("d", "isolated")["rounds"] == 9
         assert "added" not in run.verdict_of("d", "isolated")

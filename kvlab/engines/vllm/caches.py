@@ -8,7 +8,7 @@ Relies on `static_forward_context` (`vllm/config/compilation.py`), `KVCacheConfi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -56,6 +56,23 @@ def layer_scales(runner: Any) -> dict[str, tuple[float, float]]:
         if isinstance(k, int | float) and isinstance(v, int | float) and min(k, v) > 0:
             scales[name] = (float(k), float(v))
     return scales
+
+
+def is_scaled(fmt: Format) -> TypeGuard[Fp8Format]:
+    """Whether a cache's codes have scales outside it, one for K and one for V."""
+    return type(fmt) is Fp8Format
+
+
+def scale_notes(scales: Mapping[str, tuple[float, float]]) -> list[str]:
+    """A sentence where some fp8 caches have two scales, of which `layer_formats` takes one.
+
+    Args:
+        scales: of the fp8 caches.
+    """
+    two = [name for name, (k, v) in scales.items() if k != v]
+    if not two:
+        return []
+    return [f"fp8 contents are drawn for K's scale in V too, but V has another in {len(two)} layers ({two[0]!r}, ...)"]
 
 
 def _layers(runner: Any) -> Mapping[str, Any]:
@@ -129,7 +146,7 @@ def layer_formats(
             tensors = list(iter_tensors(caches[name]))
             if len({tensor.dtype for tensor in tensors}) == 1:
                 found = formats[name] = _format(group, tensors[0], name, cache_dtype)
-                if type(found) is Fp8Format and scales and name in scales:
+                if is_scaled(found) and scales and name in scales:
                     found.scale = scales[name][0]
     return formats
 

@@ -17,7 +17,14 @@ from kvlab.cases import Case
 from kvlab.engines.base import Engine, Step
 from kvlab.engines.prefill import Prefilled
 from kvlab.engines.vllm.arguments import forget_launch
-from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats, layer_scales
+from kvlab.engines.vllm.caches import (
+    attention_groups,
+    is_scaled,
+    layer_caches,
+    layer_formats,
+    layer_scales,
+    scale_notes,
+)
 from kvlab.engines.vllm.experts import counted_experts
 from kvlab.engines.vllm.failures import forward_failure
 from kvlab.engines.vllm.finite import first_nonfinite_module
@@ -29,7 +36,6 @@ from kvlab.engines.vllm.selection import watched_selection
 from kvlab.errors import CaseError, EngineError
 from kvlab.kv.batch import Batch
 from kvlab.kv.fills import Fill, FillPlans, zero_kv_blocks
-from kvlab.kv.formats import Fp8Format
 from kvlab.kv.snapshot import Snapshot
 
 # A longer chunk of a prefill fills a GPU no better and needs more memory for activations.
@@ -50,7 +56,6 @@ class VllmEngine(Engine):
         self.model = model
         self.flavour = flavour
         self.arguments = arguments
-        self.notes = tuple(notes)
         self.device = self.runner.device
         config = self.runner.kv_cache_config
         self.kv_cache_groups = config.kv_cache_groups
@@ -62,8 +67,10 @@ class VllmEngine(Engine):
         self.kv_caches = layer_caches(self.runner)
         self.attn_groups = attention_groups(self.runner, self.kv_caches)
         cache_dtype = self.runner.cache_config.cache_dtype
-        self.scales = layer_scales(self.runner)
-        self.formats = layer_formats(self.attn_groups, self.kv_caches, cache_dtype, self.scales)
+        scales = layer_scales(self.runner)
+        self.formats = layer_formats(self.attn_groups, self.kv_caches, cache_dtype, scales)
+        self.scales = {name: scales[name] for name, fmt in self.formats.items() if is_scaled(fmt) and name in scales}
+        self.notes = (*notes, *scale_notes(self.scales))
         # `create_kv_cache_views` (`vllm/v1/kv_cache_interface.py`) puts blocks first, whatever the strides.
         self.block_dims = dict.fromkeys(self.kv_caches, 0)
         self.routing = Routing.resolve(routing, self.runner.model, flavour, arguments["load_format"] == "dummy")
@@ -149,11 +156,10 @@ class VllmEngine(Engine):
 
     def _told_scales(self) -> dict[str, Any]:
         """Least and largest scale of fp8 caches, K's and V's; nothing where all are 1."""
-        fp8 = [name for name, fmt in self.formats.items() if type(fmt) is Fp8Format]
-        scales = [self.scales[name] for name in fp8 if name in self.scales]
-        if all(pair == (1.0, 1.0) for pair in scales):
+        pairs = self.scales.values()
+        if all(pair == (1.0, 1.0) for pair in pairs):
             return {}
-        return {f"{part}_scales": [min(of), max(of)] for part, of in zip("kv", zip(*scales, strict=True), strict=True)}
+        return {f"{part}_scales": [min(of), max(of)] for part, of in zip("kv", zip(*pairs, strict=True), strict=True)}
 
     def close(self) -> None:
         """Give back memory, the distributed groups and their port; harmless when called twice.

@@ -9,7 +9,7 @@ import torch
 
 from kvlab.cases import parse_case
 from kvlab.engines.vllm import caches
-from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats, layer_scales
+from kvlab.engines.vllm.caches import attention_groups, layer_caches, layer_formats, layer_scales, scale_notes
 from kvlab.errors import FormatError, GeometryError
 from kvlab.kv.batch import build_batch
 from kvlab.kv.fills import fill_kv_blocks
@@ -108,6 +108,9 @@ def test_fp8_contents_are_drawn_for_the_layer_s_own_scale(scale, std):
     fill_kv_blocks(found, groups, batch, 4, f"random(std={std})", formats=formats, block_dims={"layers.0.attn": 0})
     codes = cache[1:4].float()
     assert float(codes.std()) * scale == pytest.approx(std, rel=0.02)
+    (note,) = scale_notes(scales)  # V's scale is another: not in silence
+    assert "K's scale in V too, but V has another in 1 layers ('layers.0.attn', ...)" in note
+    assert scale_notes({"layers.0.attn": (scale, scale)}) == []
 
 
 def test_an_unknown_spec_is_refused():
