@@ -24,6 +24,7 @@ from kvlab.estimates import (
     BASELINE,
     Estimate,
     arm_estimate,
+    cycle_table,
     estimate,
     round_processes,
     round_table,
@@ -35,7 +36,7 @@ from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
 from kvlab.kernel_names import MOE, REST, SELECTION
 from kvlab.role_effects import role_effects
 
-__all__ = ["Cause", "Part", "find_cause", "gap_in_cycles", "kernel_gap_table"]
+__all__ = ["Cause", "Part", "arm_medians", "find_cause", "gap_in_cycles", "kernel_gap_table"]
 
 AGAIN = "zeros_again"
 # Of the step: half of the smallest margin that a verdict is given for (1 %). Kernels that moved less explain nothing.
@@ -124,8 +125,8 @@ def find_cause(
         samples: as for `kvlab.estimates.round_ratios`; `sm_mhz` and `watts` are read where they are. With `zeros_again`
             there is a floor, with the arms `mix(kv=ARM, indexer=BASELINE)` and the reverse the 2x2 of roles.
         kernels: as for `kernel_gap_table`; None, or a table without both arms, where nothing was profiled.
-        telemetry: readings beside the replays: `arm`, `sm_mhz`, `watts`, and `round`; they go before the samples' own.
-            Of this and of `kernels` the samples' case and mode are taken.
+        telemetry: readings beside the replays: `arm`, `sm_mhz`, `watts`, and `round`; for samples that have none. Of
+            this and of `kernels` the samples' case and mode are taken.
         routing_moved: share of the tokens that went to other experts under the arm.
 
     Raises:
@@ -136,26 +137,25 @@ def find_cause(
     roles = _by_role(kernels, arm, baseline)
     us = round_table(samples)
     step = float(us[baseline].median())
-    clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
-    mhz = _by_arm("sm_mhz", arm, baseline, telemetry, samples)
+    cycles = _round_cycles(us, (arm, baseline), samples, telemetry)
+    mhz = arm_medians("sm_mhz", arm, baseline, samples, telemetry)
     processes = round_processes(samples)
     indexer, kv, interaction = role_effects(us, arm, baseline, processes)
-    indexer_cycles, kv_cycles, _ = (
-        (None,) * 3 if clocks is None else role_effects(us * clocks, arm, baseline, processes)
-    )
+    indexer_cycles, kv_cycles, _ = (None,) * 3 if cycles is None else role_effects(cycles, arm, baseline, processes)
     selection = _selection(roles, indexer_cycles, step)
     left = step * gap.gap - selection.us
     clocked = Part(0.0, 0.0)
     if mhz is not None and abs(mhz[1] / mhz[0] - 1) >= CLOCK_MOVED:
-        clocked = _clocked(step, gap, selection, mhz, None if clocks is None else table_ratios(clocks, arm, baseline))
+        ratios = None if cycles is None else table_ratios(cycles / us, arm, baseline)
+        clocked = _clocked(step, gap, selection, mhz, ratios)
     cause = Cause(
         kind="unknown",
         sentence="",
         gap=gap,
         aa=arm_estimate(samples, AGAIN, baseline) if AGAIN in set(samples["arm"]) else None,
-        cycles=None if clocks is None else table_estimate(us * clocks, arm, baseline, processes),
+        cycles=None if cycles is None else table_estimate(cycles, arm, baseline, processes),
         mhz=mhz,
-        watts=_by_arm("watts", arm, baseline, telemetry, samples),
+        watts=arm_medians("watts", arm, baseline, samples, telemetry),
         selection=selection if len(roles) or selection.us else None,
         clocks=None if mhz is None else clocked,
         routing=routing_moved,
@@ -184,31 +184,51 @@ def find_cause(
 def gap_in_cycles(
     samples: pd.DataFrame, arm: str = "random", baseline: str = BASELINE, telemetry: pd.DataFrame | None = None
 ) -> Estimate | None:
-    """The gap in time x SM clock: per round the median time times the median MHz; None where no clocks were read.
+    """The gap in cycles, of rounds whose clock was read under both arms: each replay's time x SM clock; None where no
+    round was.
 
     A step that waits for memory takes fewer cycles at a lower clock: its gap in cycles is then negative.
 
     Args:
         samples: as for `kvlab.estimates.round_ratios`, with `sm_mhz`.
-        telemetry: readings with `round`, `arm`, `sm_mhz`, which go before the samples' own.
+        telemetry: readings with `round`, `arm`, `sm_mhz`, for samples that have none.
 
     Raises:
         StudyError: as `round_ratios`.
     """
-    us = round_table(samples)
-    clocks = _round_clocks(us, (arm, baseline), telemetry, samples)
-    return None if clocks is None else table_estimate(us * clocks, arm, baseline, round_processes(samples))
+    cycles = _round_cycles(round_table(samples), (arm, baseline), samples, telemetry)
+    return None if cycles is None else table_estimate(cycles, arm, baseline, round_processes(samples))
 
 
-def _round_clocks(us: pd.DataFrame, arms: tuple[str, str], *sources: pd.DataFrame | None) -> pd.DataFrame | None:
-    """MHz as `us` has microseconds (round x arm), from the first source with a round that has both arms."""
+def arm_medians(column: str, arm: str, baseline: str, *sources: pd.DataFrame) -> tuple[float, float] | None:
+    """Medians over visits of the baseline and of the arm, from the first table that has both; None where none has.
+
+    Args:
+        column: of a sensor: `sm_mhz`, `watts`.
+        sources: of one case and mode: the samples, then what was read beside them.
+    """
     for source in sources:
-        if source is None or not {"round", "arm", "sm_mhz"} <= set(source) or source["sm_mhz"].isna().all():
-            continue
-        mhz = source.groupby(["round", "arm"], observed=True)["sm_mhz"].median().unstack("arm")
-        mhz = mhz.reindex(index=us.index, columns=us.columns)
-        if (us * mhz).get([*arms], pd.DataFrame()).notna().all(axis=1).any():
-            return mhz
+        if {"arm", column} <= set(source):
+            visits = source
+            if "round" in source:
+                visits = source.groupby(["round", "arm"], observed=True)[column].median().reset_index()
+            medians = visits.groupby("arm", observed=True)[column].median().reindex([baseline, arm])
+            if medians.notna().all() and (medians > 0).all():
+                return float(medians.iloc[0]), float(medians.iloc[1])
+    return None
+
+
+def _round_cycles(
+    us: pd.DataFrame, arms: tuple[str, str], samples: pd.DataFrame, telemetry: pd.DataFrame | None
+) -> pd.DataFrame | None:
+    """Cycles as `us` has microseconds (round x arm), from the first table with a round that has both arms."""
+    tables = [cycle_table(samples)]
+    if telemetry is not None and {"round", "arm", "sm_mhz"} <= set(telemetry):
+        tables.append(us * telemetry.groupby(["round", "arm"], observed=True)["sm_mhz"].median().unstack("arm"))
+    for table in tables:
+        table = table.reindex(index=us.index, columns=us.columns)
+        if table.get([*arms], pd.DataFrame()).notna().all(axis=1).any():
+            return table
     return None
 
 
@@ -273,18 +293,6 @@ def _movers(roles: pd.DataFrame, wander: pd.DataFrame, step: float) -> dict[str,
         if abs(us) > max(MOVED * step, noise):
             movers[name] = us
     return movers
-
-
-def _by_arm(
-    column: str, arm: str, baseline: str, telemetry: pd.DataFrame, samples: pd.DataFrame
-) -> tuple[float, float] | None:
-    """Medians of the baseline and of the arm, from the first table that has both."""
-    for source in (telemetry, samples):
-        if {"arm", column} <= set(source):
-            medians = source.groupby("arm", observed=True)[column].median().reindex([baseline, arm])
-            if medians.notna().all() and (medians > 0).all():
-                return float(medians.iloc[0]), float(medians.iloc[1])
-    return None
 
 
 def _kind(cause: Cause, movers: Mapping[str, float], step: float) -> str:

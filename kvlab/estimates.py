@@ -162,6 +162,12 @@ def round_table(samples: pd.DataFrame) -> pd.DataFrame:
     return _round_values(samples).unstack("arm")
 
 
+def cycle_table(samples: pd.DataFrame) -> pd.DataFrame:
+    """As `round_table` has microseconds, cycles: each replay's time x its `sm_mhz`; NaN where no clock was read."""
+    mhz = samples.get("sm_mhz", pd.Series(math.nan, samples.index)).astype(float)
+    return _round_values(samples.assign(cycles=samples["us"] * mhz), value="cycles").unstack("arm")
+
+
 def table_ratios(table: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
     """`round_ratios` from a `round_table`."""
     for name in (arm, baseline):
@@ -220,8 +226,8 @@ def position_bias(samples: pd.DataFrame, level: float = 0.90) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _round_values(samples: pd.DataFrame, *more: str) -> pd.Series:
-    """Time by (round, arm, *more), sorted, in microseconds."""
+def _round_values(samples: pd.DataFrame, *more: str, value: str = "us") -> pd.Series:
+    """Time by (round, arm, *more), sorted, in microseconds; or another column by the same rule."""
     keys = ["round", "arm", *more]
     if missing := [c for c in [*keys, "us"] if c not in samples]:
         raise StudyError(f"samples lack column {missing[0]!r}; they need {', '.join(keys)}, us")
@@ -241,7 +247,7 @@ def _round_values(samples: pd.DataFrame, *more: str) -> pd.Series:
             f"round {row['round']}, arm {row['arm']!r}: a replay took {row['us']} us; times are positive and finite,"
             " so the timer is at fault: time the round again"
         )
-    by_visit = samples.groupby(keys, observed=True)["us"]
+    by_visit = samples.groupby(keys, observed=True)[value]
     if not {"mode", "throttled"} <= set(samples):
         return by_visit.median()
     held = (samples["mode"] == SUSTAINED) & ~samples["throttled"].eq(False).fillna(False).astype(bool)

@@ -66,8 +66,9 @@ def examine(step: Step, plan: Plan) -> Examination:
     return Examination(finite, _outside_writes(step, plan.seed), expert_loads=lists, routing_moved=moved)
 
 
-def captured(step: Step, timer: Timer) -> dict[str, float]:
-    """How far a captured step is from the eager one; empty for a timer that captures nothing.
+def captured(step: Step, timer: Timer) -> dict[str, Any]:
+    """How far a captured step is from the eager one, and whether its clock is counted; empty for a timer that captures
+    nothing.
 
     Raises:
         EngineError: where it is another step.
@@ -79,7 +80,7 @@ def captured(step: Step, timer: Timer) -> dict[str, float]:
             f"case {step.case.name!r}: the captured step's output is {timer.graph_vs_eager:.1%} from the eager one's:"
             " another step was captured than was asked for"
         )
-    return {"eager_repeat": timer.eager_repeat, "graph_vs_eager": timer.graph_vs_eager}
+    return {"eager_repeat": timer.eager_repeat, "graph_vs_eager": timer.graph_vs_eager, "clock": timer.clock}
 
 
 def _outside_writes(step: Step, seed: int) -> int | None:

@@ -15,7 +15,6 @@ from kvlab.causes import Cause, Part, find_cause
 from kvlab.engines.base import Step
 from kvlab.estimates import Estimate
 from kvlab.measure.kernels import profile_kernels
-from kvlab.measure.settling import SETTLE_CAPPED_S, SETTLE_S
 from kvlab.measure.timer import Timer
 from kvlab.plan import BASELINE, Plan
 from kvlab.run import Run
@@ -37,7 +36,7 @@ def explain(
         `selection` (arm -> what sparse attention chose) where there is any.
     """
     case = step.case.name
-    settle = settle_seconds(run.samples_of(case, mode), mode)
+    capped = may_be_capped(run.samples_of(case, mode))
     profiles: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for arm in plan.arms:
@@ -45,7 +44,7 @@ def explain(
         # First: its forward is eager, and a profile begins with a replay that undoes it.
         if picked := step.selection():
             chosen[arm.name] = list(picked.values())[-1].cpu()
-        profile = profile_kernels(step, timer, settle_s=settle)
+        profile = profile_kernels(step, timer, capped=capped)
         profiles[arm.name] = profile.facts()
         run.add_kernels({"case": case, "mode": mode, "arm": arm.name, **row} for row in profile.rows)
     cause = find_cause(
@@ -61,12 +60,10 @@ def explain(
     return told
 
 
-def settle_seconds(samples: pd.DataFrame, mode: str) -> float | None:
-    """How long a profile settles first, as long as the rounds did; None for the profile's own choice."""
+def may_be_capped(samples: pd.DataFrame) -> bool:
+    """Whether a power cap held any of the replays, as it may have on a card without sensors."""
     throttled = samples.get("throttled")
-    # A card without sensors may be held.
-    capped = throttled is None or bool(throttled.eq(True).any())
-    return SETTLE_S + SETTLE_CAPPED_S if mode == "sustained" and capped else None
+    return throttled is None or bool(throttled.eq(True).any())
 
 
 def cause_record(cause: Cause) -> dict[str, Any]:

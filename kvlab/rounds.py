@@ -11,16 +11,13 @@ import numpy as np
 from kvlab.engines.base import Step
 from kvlab.measure.sampler import PERIOD_S, RESTING_PERIOD_S, Sampler
 from kvlab.measure.schedule import round_order
-from kvlab.measure.settling import MORE_S, SETTLED_S, settle, visit
+from kvlab.measure.settling import MORE_S, PACE_S, SETTLED_S, settle, visit
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import Plan
 
 # Random contents are drawn anew from this many seeds in turn, so that a verdict is not about one draw.
 RANDOM_SEEDS = 4
-# Seconds of discarded replays, at least, before each arm of an isolated round on a GPU: the fill and the host's work
-# before it leave the card at another pace (seen: decodes 3 to 5 % slow for some tens of milliseconds).
-_PACE_S = 0.1
 
 
 def measure_round(
@@ -50,9 +47,9 @@ def measure_round(
                 capped = settle(timer, sampler, more=_more(plan.seed, index, position))
                 since = time.perf_counter() - SETTLED_S
                 # The queue ran dry in between: in one call with those that are timed, so that it does not again.
-                times = visit(timer, plan.replays, max(1, plan.discard), capped)
+                replays = visit(timer, plan.replays, max(1, plan.discard), capped)
             else:
-                times = timer.time(plan.replays)
+                replays = timer.replay(plan.replays)
         reading = sampler.summary(timer.busy, since)
         if timer.rest:
             # The power sensor's average reaches into the rests: 338 W where the same step took 653 W without.
@@ -69,16 +66,17 @@ def measure_round(
                 "fill": str(by_name[name].fill),
                 "seed": seed,
                 "replay": replay,
-                "us": us,
+                "us": each.us,
                 "routing": step.engine.routing,
-                "sm_mhz": reading.sm_mhz,
+                # A sensor's look is the whole visit's, if there was one.
+                "sm_mhz": reading.sm_mhz if each.mhz is None else each.mhz,
                 "mem_mhz": reading.mem_mhz,
                 "watts": reading.watts,
                 "celsius": reading.celsius,
                 "throttled": reading.throttled,
                 "flagged": bool(reading.throttled),
             }
-            for replay, us in enumerate(times)
+            for replay, each in enumerate(replays)
         ]
     return rows, readings
 
@@ -92,5 +90,5 @@ def _discard(timer: Timer, count: int) -> None:
     begin = time.perf_counter()
     if count:
         timer.time(count)
-    while timer.kind == "cuda_graph_events" and time.perf_counter() - begin < _PACE_S:
+    while timer.kind == "cuda_graph_events" and time.perf_counter() - begin < PACE_S:
         timer.time(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -128,3 +129,32 @@ def simulated_clock(monkeypatch):
         monkeypatch.setattr("kvlab.study.make_timer", lambda step, mode: SimulatedClock(step, draw))
 
     return install
+
+
+@pytest.fixture
+def compile_for_hopper(monkeypatch, tmp_path):
+    """Compile a Triton kernel for sm_90, which takes no GPU, by its arguments' types and its constants: its PTX and
+    Triton's last form. Pointers, and the arguments in `divisible`, are multiples of 16."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels are not compiled")
+    pytest.importorskip("triton", reason="Triton is not installed; its kernels are tested where it is")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def build(kernel, types, constants, divisible=(), num_warps=4):
+        names = [parameter.name for parameter in kernel.params]
+        types = {**types, **dict.fromkeys(constants, "constexpr")}
+        types = {name: types[name] for name in names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if types[name].startswith("*") or name in divisible
+        }
+        source = ASTSource(kernel, types, constants, aligned)
+        binary = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        assert len(binary.asm["cubin"]) > 1000
+        return binary.asm["ptx"], binary.asm["ttgir"]
+
+    return build

@@ -367,7 +367,21 @@ def test_a_gap_in_cycles_is_that_of_time_times_clock(time, clock):
             "sm_mhz": [1000.0] * 2 * ROUNDS,
         }
     )
-    assert gap_in_cycles(table, telemetry=beside).gap == pytest.approx(time - 1, abs=1e-9)
+    # The replays' own clock goes before what was read beside them.
+    assert gap_in_cycles(table, telemetry=beside).gap == pytest.approx(time * clock - 1, abs=1e-9)
+    assert gap_in_cycles(table.drop(columns="sm_mhz"), telemetry=beside).gap == pytest.approx(time - 1, abs=1e-9)
+
+
+@given(st.lists(st.floats(1400, 1980), min_size=4, max_size=4), st.sampled_from(["isolated", "sustained"]))
+def test_cycles_are_of_each_replay_by_its_own_clock(clocks, mode):
+    """A swing: replays of one work whose time goes against their clock. No median or mean of either tells that."""
+    rows = [
+        {"round": r, "arm": arm, "us": 1e6 / mhz, "sm_mhz": mhz, "mode": mode, "throttled": arm == "random"}
+        for r in range(6)
+        for arm in ("zeros", "random")
+        for mhz in (clocks if arm == "random" else [1980.0] * 4)
+    ]
+    assert gap_in_cycles(pd.DataFrame(rows)).gap == pytest.approx(0, abs=1e-9)
 
 
 def test_without_clocks_there_is_no_gap_in_cycles():

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 
 import kvlab
-from kvlab.explain import cause_record, settle_seconds
-from kvlab.measure.settling import SETTLE_CAPPED_S, SETTLE_S
+from kvlab.explain import cause_record, may_be_capped
 from kvlab.run import open_run
 from kvlab.verdict_table import explanation, verdict_table
 
@@ -115,15 +114,9 @@ def test_parts_are_printed_with_their_intervals():
 
 
 @pytest.mark.parametrize(
-    ("mode", "throttled", "long"),
-    [
-        ("sustained", [True, False], True),
-        ("sustained", [False, False], False),
-        ("sustained", None, True),  # no sensors, so no such column
-        ("isolated", [True, True], False),
-        ("isolated", None, False),
-    ],
+    ("throttled", "capped"),
+    [([True, False], True), ([False, False], False), ([None, None], False), (None, True)],  # no sensors, no column
 )
-def test_a_profile_settles_as_long_as_the_rounds_did(mode, throttled, long):
+def test_a_card_without_sensors_may_be_held_by_a_cap(throttled, capped):
     samples = pd.DataFrame({"us": [1.0, 2.0]} | ({} if throttled is None else {"throttled": throttled}))
-    assert settle_seconds(samples, mode) == (SETTLE_S + SETTLE_CAPPED_S if long else None)
+    assert may_be_capped(samples) == capped

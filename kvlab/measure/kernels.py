@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, record_function
 from kvlab.engines.base import Step
 from kvlab.errors import EngineError
 from kvlab.kernel_names import REST, role_of, short_name
-from kvlab.measure.settling import SETTLE_S
+from kvlab.measure.clock import MARK
+from kvlab.measure.settling import PACE_S, SETTLE_CAPPED_S, SETTLE_S, TIMED_CAPPED_S, visit
 from kvlab.measure.timer import CpuTimer, GraphTimer, Timer
 from kvlab.measure.trace import busy_us, device_trace, record, split_replays, timed_region_is_clean, without_restore
 
@@ -30,8 +31,8 @@ from kvlab.measure.trace import busy_us, device_trace, record, split_replays, ti
 BETWEEN = "(rest: gaps between kernels)"
 # The sum of the kernels closes on the timed total when it is this close to it.
 CLOSE = 0.03
-# Replays whose median is the total to close on.
-_TIMED = 5
+# Replays whose median is the total to close on; and how many are profiled of a swing's period, at most.
+_TIMED, _MOST = 5, 16
 _FORWARD, _RESTORE = "kvlab forward", "kvlab restore"
 
 
@@ -44,8 +45,8 @@ class KernelProfile:
             (per step), `us_each` (by replay); last the row `BETWEEN`, so that all rows add to `timed_us`.
         total_us: all kernels, without the rest.
         busy_us: time with at least one kernel running; less than `total_us` where streams overlap.
-        timed_us: median of the timer's own replays, without the profiler.
-        profiled_us: median of the same replays under the profiler.
+        timed_us: of the timer's own replays, without the profiler: the median, the mean where a cap may hold them.
+        profiled_us: the same of replays under the profiler.
         restore_us: the restore that comes before the timed region of each replay.
         restore_outside: seen in the trace: no fill, restore or copy of kvlab lies within the timed region.
         replays: that were profiled.
@@ -90,15 +91,15 @@ class KernelProfile:
         return {**numbers, **said, "replays": self.replays, "source": self.source}
 
 
-def profile_kernels(step: Step, timer: Timer, replays: int = 3, settle_s: float | None = None) -> KernelProfile:
-    """Profile the step under the contents that the cache holds now.
+def profile_kernels(step: Step, timer: Timer, replays: int = 3, capped: bool = False) -> KernelProfile:
+    """Profile the step under the contents that the cache holds now, at the pace at which rounds time it.
 
     Args:
         step: filled.
         timer: of the same step.
-        replays: to profile; one more is run and left out.
-        settle_s: seconds of replays before, under the profiler too, so that clocks and power are those of the mode;
-            by default `SETTLE_S` in sustained mode and none in isolated mode.
+        replays: to profile, at least; one more is run and left out.
+        capped: a power cap holds the clock of sustained replays, or may. They are then settled and timed as
+            `kvlab.measure.settling` has it, and a period of the clock's swing is profiled.
 
     Raises:
         EngineError: for a timer without kernels to profile, when the profiler sees none, or when the restore cannot
@@ -106,16 +107,14 @@ def profile_kernels(step: Step, timer: Timer, replays: int = 3, settle_s: float 
     """
     if replays < 1:
         raise EngineError(f"cannot profile {replays} replays; give 1 or more")
-    if settle_s is None:
-        settle_s = SETTLE_S if timer.mode == "sustained" else 0.0
     if isinstance(timer, GraphTimer):
-        return _profile_graph(step, timer, replays, settle_s)
+        return _profile_graph(step, timer, replays, capped and timer.mode == "sustained")
     if isinstance(timer, CpuTimer):
-        return _profile_operators(step, timer, replays, settle_s)
+        return _profile_operators(step, timer, replays)
     raise EngineError(f"timer {timer.kind!r} runs no kernels that could be profiled; use make_timer's")
 
 
-def _profile_graph(step: Step, timer: GraphTimer, replays: int, settle_s: float) -> KernelProfile:
+def _profile_graph(step: Step, timer: GraphTimer, replays: int, capped: bool) -> KernelProfile:
     device = step.engine.device
     restore = [event.name for event in device_trace(step.restore, device)]
     forward = [event.name for event in device_trace(step.forward, device)]
@@ -123,13 +122,17 @@ def _profile_graph(step: Step, timer: GraphTimer, replays: int, settle_s: float)
     def settle() -> None:
         # One replay at least, which also undoes what the eager forward wrote.
         timer.time(1)
-        if settle_s:
-            timer.settle(settle_s)
+        timer.settle(PACE_S if timer.mode == "isolated" else SETTLE_CAPPED_S if capped else SETTLE_S)
 
     settle()
-    timed = median(timer.time(max(replays, _TIMED)))
+    # What a busy card takes is a mean, see `kvlab.estimates.round_table`.
+    middle = fmean if capped else median
+    timed = middle(replay.us for replay in visit(timer, max(replays, _TIMED), 1, capped))
+    if capped and timer.paced_s:
+        replays = max(replays, min(_MOST, round(TIMED_CAPPED_S / 2 / timer.paced_s)))
     profiled: list[float] = []
     events = device_trace(lambda: profiled.extend(timer.time(replays + 1)), device, before=settle)
+    events = [event for event in events if short_name(event.name) != MARK]
     # The first replay begins where the trace does, and after a pause.
     kept = split_replays(events, replays + 1)[-replays:]
     parts = [without_restore(replay, restore) for replay in kept]
@@ -138,14 +141,14 @@ def _profile_graph(step: Step, timer: GraphTimer, replays: int, settle_s: float)
         [_by_name((event.name, event.us) for event in part) for part in parts],
         busy=fmean(busy_us(part) for part in parts),
         timed=timed,
-        profiled=median(profiled[1:]),
+        profiled=middle(profiled[1:]),
         restore=fmean(busy_us(part) for part in restores),
         outside=all(timed_region_is_clean(replay, restore, forward) for replay in kept),
         source="cupti",
     )
 
 
-def _profile_operators(step: Step, timer: CpuTimer, replays: int, settle_s: float) -> KernelProfile:
+def _profile_operators(step: Step, timer: CpuTimer, replays: int) -> KernelProfile:
     def run() -> None:
         for _ in range(replays):
             with record_function(_RESTORE):
@@ -154,8 +157,6 @@ def _profile_operators(step: Step, timer: CpuTimer, replays: int, settle_s: floa
                 step.forward()
 
     timer.time(1)
-    if settle_s:
-        timer.settle(settle_s)
     timed = median(timer.time(max(replays, _TIMED)))
     events = record(run, ProfilerActivity.CPU, before=lambda: timer.time(1))
     forwards = [event for event in events if event.name == _FORWARD]

@@ -13,8 +13,11 @@ from __future__ import annotations
 import time
 
 from kvlab.measure.sampler import Sampler
-from kvlab.measure.timer import Timer
+from kvlab.measure.timer import Replay, Timer
 
+# Seconds of discarded replays, at least, before those of an isolated arm on a GPU: the fill and the host's work before
+# it leave the card at another pace (seen: decodes 3 to 5 % slow for some tens of milliseconds).
+PACE_S = 0.1
 # Seconds of replays by which a cap that will hold the clock does: 0.16 to 0.19 s at 100 W above it, later when nearer.
 # A card without a capped reading for as long counts as free of it.
 SETTLE_S = 0.8
@@ -49,21 +52,21 @@ def settle(timer: Timer, sampler: Sampler, more: float = 0.0) -> bool:
     return capped()
 
 
-def visit(timer: Timer, replays: int, discard: int, capped: bool) -> list[float]:
-    """Microseconds of the replays of a settled card that count.
+def visit(timer: Timer, replays: int, discard: int, capped: bool) -> list[Replay]:
+    """The replays of a settled card that count.
 
     Args:
         replays: that count, at least; under a cap as many as take `TIMED_CAPPED_S`, `KEPT` at most of them kept.
         discard: that come before them in the same call, so that the card does not idle in between.
     """
     if not capped or not timer.paced_s:
-        return timer.time(discard + replays)[discard:]
+        return timer.replay(discard + replays)[discard:]
     count = max(replays, round(TIMED_CAPPED_S / timer.paced_s))
-    return spread(timer.time(discard + count)[discard:], max(replays, KEPT))
+    return spread(timer.replay(discard + count)[discard:], max(replays, KEPT))
 
 
-def spread(times: list[float], most: int) -> list[float]:
+def spread(replays: list[Replay], most: int) -> list[Replay]:
     """At most so many of them, in order and evenly spread."""
-    if len(times) <= most:
-        return times
-    return [times[i * len(times) // most] for i in range(most)]
+    if len(replays) <= most:
+        return replays
+    return [replays[i * len(replays) // most] for i in range(most)]

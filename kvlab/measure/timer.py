@@ -2,7 +2,8 @@
 
 Every replay first restores the touched views, outside the timed interval. On CUDA the restore, the first event, the
 forward and the second event are one graph, so that neither the restore nor launch gaps are timed (the arrangement of
-`vllm/benchmarks/forward/capture.py`). An eager forward is never timed against a captured one.
+`vllm/benchmarks/forward/capture.py`), with a mark of the SMs' clock on either side (`kvlab.measure.clock`). An eager
+forward is never timed against a captured one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,31 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvlab.engines.base import Step
 from kvlab.errors import EngineError
+from kvlab.measure.clock import ClockCounter, make_counter, megahertz
 
 MODES = ("isolated", "sustained")
 # More replays than any settling takes.
 _MANY = 10**9
+
+
+class Replay(NamedTuple):
+    """One timed replay.
+
+    Attributes:
+        us: microseconds.
+        mhz: mean SM clock meanwhile, as the card counted it; None where it cannot.
+    """
+
+    us: float
+    mhz: float | None = None
 
 
 class Timer(ABC):
@@ -30,6 +47,7 @@ class Timer(ABC):
         rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
         paced_s: seconds that a replay took when the timer settled last, its restore and launch included; 0 before.
         busy: where there were rests, the spans of `time.perf_counter` in which the last `time` had the card work.
+        clock: where the replays' `mhz` come from: `counted`, or why there are none.
     """
 
     kind: str
@@ -37,10 +55,15 @@ class Timer(ABC):
     rest = 0.0
     paced_s = 0.0
     busy: Sequence[tuple[float, float]] = ()
+    clock = "none (not counted on a CPU)"
 
     @abstractmethod
     def time(self, count: int) -> list[float]:
         """Microseconds of `count` replays."""
+
+    def replay(self, count: int) -> list[Replay]:
+        """`count` replays as `time` has them, each with its clock."""
+        return [Replay(us) for us in self.time(count)]
 
     @abstractmethod
     def output(self) -> torch.Tensor:
@@ -83,19 +106,33 @@ class CpuTimer(Timer):
 
 
 class _Lane:
-    """One captured graph with its own pair of events."""
+    """One captured graph with its own pair of events, and its own marks of the clock where the card counts it.
 
-    def __init__(self, step: Step, stream: torch.cuda.Stream) -> None:
+    Attributes:
+        marks: of the last replay that was waited for, see `kvlab.measure.clock.megahertz`; None where nothing counts.
+    """
+
+    marks: NDArray[np.int64] | None = None
+
+    def __init__(self, step: Step, stream: torch.cuda.Stream, counter: ClockCounter | None) -> None:
         self.start, self.end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-        self.graph = torch.cuda.CUDAGraph()
+        self._done = torch.cuda.Event(external=True) if counter else self.end
+        self.graph, self._counter = torch.cuda.CUDAGraph(), counter
         with torch.cuda.graph(self.graph, stream=stream):
             step.restore()
+            if counter:
+                counter.mark(0)
             self.start.record()
             self.output = step.forward()
             self.end.record()
+            if counter:
+                counter.mark(1)
+                self._done.record()
 
     def elapsed_us(self) -> float:
-        self.end.synchronize()
+        self._done.synchronize()
+        if self._counter:
+            self.marks = self._counter.take()
         return self.start.elapsed_time(self.end) * 1e3
 
 
@@ -126,13 +163,22 @@ class GraphTimer(Timer):
                 step.restore()
                 eager = step.forward().clone()
                 stream.synchronize()
-            self._lanes = [_Lane(step, stream) for _ in range(2 if mode == "sustained" else 1)]
+            counters = [make_counter(device) for _ in range(2 if mode == "sustained" else 1)]
+            self.clock = next((why for counter, why in counters if counter is None), "counted")
+            self._lanes = [_Lane(step, stream, counter) for counter, _ in counters]
         self.eager_repeat = relative_rms(first, eager)
         self.time(1)
         self.graph_vs_eager = relative_rms(self.output(), eager)
 
     def time(self, count: int) -> list[float]:
         return self._time(count)
+
+    def replay(self, count: int) -> list[Replay]:
+        marks: list[NDArray[np.int64] | None] = []
+        times = self._time(count, marks=marks)
+        # Afterwards, as the arithmetic takes as long as a short step.
+        clocks = [None if each is None else megahertz(each) for each in marks]
+        return [Replay(us, mhz) for us, mhz in zip(times, clocks, strict=True)]
 
     def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         begin = time.perf_counter()
@@ -141,8 +187,13 @@ class GraphTimer(Timer):
         times = self._time(_MANY, lambda: time.perf_counter() - begin >= seconds or until())
         self.paced_s = (time.perf_counter() - begin) / len(times)
 
-    def _time(self, count: int, until: Callable[[], bool] = lambda: False) -> list[float]:
-        """Microseconds of so many replays, or of fewer: `until` is asked after each."""
+    def _time(
+        self,
+        count: int,
+        until: Callable[[], bool] = lambda: False,
+        marks: list[NDArray[np.int64] | None] | None = None,
+    ) -> list[float]:
+        """Microseconds of so many replays, or of fewer: `until` is asked after each; their marks go into `marks`."""
         times: list[float] = []
         if len(self._lanes) == 1:
             (lane,), busy = self._lanes, []
@@ -150,6 +201,8 @@ class GraphTimer(Timer):
                 begin = time.perf_counter()
                 lane.graph.replay()
                 times.append(lane.elapsed_us())
+                if marks is not None:
+                    marks.append(lane.marks)
                 if self.rest:
                     busy.append((begin, time.perf_counter()))
                     time.sleep(self.rest * times[-1] / 1e6)
@@ -162,7 +215,10 @@ class GraphTimer(Timer):
             if queued < count and not enough:
                 self._lanes[queued % 2].graph.replay()
                 queued += 1
-            times.append(self._lanes[len(times) % 2].elapsed_us())
+            lane = self._lanes[len(times) % 2]
+            times.append(lane.elapsed_us())
+            if marks is not None:
+                marks.append(lane.marks)
             enough = enough or until()
         self._last = self._lanes[(queued - 1) % 2]
         return times

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from kvlab.causes import find_cause, gap_in_cycles
+from kvlab.causes import arm_medians, find_cause, gap_in_cycles
 from kvlab.errors import KvlabError
 from kvlab.stats import BASELINE, Estimate, arm_estimate, p_different
 
@@ -53,14 +53,8 @@ class Measured:
         return {"cycles_gap": found.gap, "cycles_ci90": finite(found.ci90)} if found else {}
 
     def medians(self, column: str, arm: str) -> Interval | None:
-        """Of a sensor under zeros and under the arm: the readings beside the replays, else the samples' own."""
-        for table in (self.telemetry, self.samples):
-            if column in table and "arm" in table:
-                found = table.groupby("arm")[column].median()
-                pair = (float(found.get(BASELINE, math.nan)), float(found.get(arm, math.nan)))
-                if finite(pair):
-                    return pair
-        return None
+        """Of a sensor, under zeros and under the arm."""
+        return arm_medians(column, arm, BASELINE, self.samples, self.telemetry)
 
 
 def finite(pair: Interval) -> Interval | None:

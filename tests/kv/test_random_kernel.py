@@ -5,42 +5,22 @@ What Triton makes of a kernel is its own choice, and differs between its version
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"),
-]
+pytestmark = pytest.mark.slow
 
 POINTERS = {"keys": "*i64", "starts": "*i64", "blocks": "*i32", "runs": "*i64", "zero_tokens": "*u8"}
 NUMBERS = {"block_stride": "i64", "length": "i32", "num_runs": "i32", "tokens": "i32", "token_length": "i32"}
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    """A kernel for sm_90, as PTX and in Triton's last form, by its arguments' types and its constants."""
-    pytest.importorskip("triton", reason="Triton is not installed; its kernels are tested where it is")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def compiled(compile_for_hopper):
+    """A kernel as PTX and in Triton's last form, by its arguments' types and its constants."""
 
     def build(kernel, types, constants):
-        names = [parameter.name for parameter in kernel.params]
-        types = {**POINTERS, **NUMBERS, "spread": "fp32", **types, **dict.fromkeys(constants, "constexpr")}
-        types = {name: types[name] for name in names}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if types[name].startswith("*") or name in ("tokens",)
-        }
-        source = ASTSource(kernel, types, constants, aligned)
-        binary = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-        assert len(binary.asm["cubin"]) > 1000
-        return binary.asm["ptx"], binary.asm["ttgir"]
+        return compile_for_hopper(kernel, {**POINTERS, **NUMBERS, "spread": "fp32", **types}, constants, ("tokens",))
 
     return build
 

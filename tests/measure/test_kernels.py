@@ -10,8 +10,10 @@ from kvlab.engines.load import load_engine
 from kvlab.errors import EngineError
 from kvlab.kernel_names import REST, ROLES
 from kvlab.measure import kernels
+from kvlab.measure.clock import MARK
 from kvlab.measure.kernels import BETWEEN, CLOSE, profile_kernels
-from kvlab.measure.timer import CpuTimer, GraphTimer, Timer, make_timer
+from kvlab.measure.settling import PACE_S, SETTLE_CAPPED_S, SETTLE_S
+from kvlab.measure.timer import CpuTimer, GraphTimer, Replay, Timer, make_timer
 from kvlab.measure.trace import Event
 
 
@@ -122,10 +124,13 @@ class FakeCard:
         self._run(("copy_runs", 0.0, 5.0))
         begin = self.clock
         self.clock += 6
+        # Marks of the clock lie on either side of the timed region, and in no time.
+        self._run((MARK, -1.0, 0.0))
         for kernel in self.FORWARD:
             self._run(kernel)
         if self.intruder:
             self._run((self.intruder, 95.0, 99.0))
+        self._run((MARK, 101.0, 102.0))
         self.clock = begin + 200
 
     def _run(self, kernel):
@@ -149,9 +154,13 @@ class FakeGraphTimer(GraphTimer):
             self.card.replay()
         return [self.card.timed_us] * count
 
+    def replay(self, count):
+        return [Replay(us) for us in self.time(count)]
+
     def settle(self, seconds, until=lambda: False):
         self.card.settled.append(seconds)
         self.time(1)
+        self.paced_s = 0.1
 
 
 @pytest.fixture
@@ -196,15 +205,21 @@ def test_a_fill_in_the_timed_region_is_reported(profile_card):
     assert "fill_runs" in {row["kernel"] for row in profile.rows}
 
 
-def test_only_sustained_profiles_settle_first_unless_asked(profile_card):
-    for mode, how, settled in (
-        ("isolated", {}, []),
-        ("sustained", {}, [kernels.SETTLE_S] * 2),
-        ("isolated", {"settle_s": 0.5}, [0.5] * 2),
-    ):
-        card = FakeCard()
-        profile_card(card, mode, **how)
-        assert card.settled == settled
+@pytest.mark.parametrize(
+    ("mode", "capped", "settled", "replays"),
+    [
+        ("isolated", False, PACE_S, 3),
+        ("isolated", True, PACE_S, 3),
+        ("sustained", False, SETTLE_S, 3),
+        ("sustained", True, SETTLE_CAPPED_S, 10),  # a second of them
+    ],
+)
+def test_a_profile_keeps_the_pace_of_the_rounds(profile_card, mode, capped, settled, replays):
+    card = FakeCard()
+    profile = profile_card(card, mode, capped=capped)
+    assert card.settled == [settled] * 2
+    assert profile.replays == replays
+    assert profile.total_us == pytest.approx(108)
 
 
 def test_a_restore_that_cannot_be_told_apart_is_an_error(profile_card):

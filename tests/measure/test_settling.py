@@ -74,7 +74,7 @@ def test_a_visit_under_a_cap_waits_for_the_swing_to_die_away(play, number):
     early = sorted(card.us[19:22])[1]
     assert settle(card, card)
     assert card.now == pytest.approx(SETTLE_CAPPED_S, abs=0.1)
-    times = visit(card, 3, 1, capped=True)
+    times = [replay.us for replay in visit(card, 3, 1, capped=True)]
     assert 28 <= len(times) <= KEPT
     assert np.mean(times) == pytest.approx(truth, rel=1e-3)
     assert abs(early / truth - 1) > 0.01, "three replays a second after the change would do as well"
@@ -102,7 +102,7 @@ def test_contents_that_draw_less_are_timed_as_soon_as_they_are_free_of_the_cap(p
     card = play(number)
     assert not settle(card, card)
     assert SETTLE_S <= card.now < SETTLE_S + 0.6
-    times = visit(card, 3, 1, capped=False)
+    times = [replay.us for replay in visit(card, 3, 1, capped=False)]
     assert len(times) == 3
     assert sorted(times)[1] == pytest.approx(card.late.mean(), rel=2e-3)
 
@@ -181,6 +181,6 @@ def test_a_gap_under_a_cap_is_found_whatever_the_swing(monkeypatch, what, card):
                 capped = settle(timer, timer, more=rng.uniform(0, MORE_S))
                 head = {"round": number, "arm": arm, "mode": timer.mode}
                 head["throttled"] = capped if timer.sensors else None
-                rows += [{**head, "us": us} for us in visit(timer, 5, 1, capped)]
+                rows += [{**head, "us": replay.us} for replay in visit(timer, 5, 1, capped)]
         found.append(np.expm1(round_ratios(pd.DataFrame(rows), "random")).mean())
     assert np.mean(found) == pytest.approx(slower, abs=2.5e-3), what

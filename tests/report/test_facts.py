@@ -25,8 +25,9 @@ def test_rows_repeat_the_verdicts_and_p_is_of_the_samples(tmp_path):
     assert "1,800 instead of 1,980 MHz" in different.cause
 
 
-def test_readings_beside_the_replays_go_before_the_samples_own(tmp_path):
-    run = make_run(tmp_path / "run", {"a": ("a=1@9", 0.08)}, close=False)
+@pytest.mark.parametrize("clock", [None, 1800.0])
+def test_the_replays_own_clock_goes_before_readings_beside_them(tmp_path, clock):
+    run = make_run(tmp_path / "run", {"a": ("a=1@9", 0.08)}, close=False, clock=clock)
     readings = [
         {"case": "a", "mode": "isolated", "arm": arm, "round": number, "t_s": 0.1, "sm_mhz": mhz, "watts": 650.0}
         for arm, mhz in (("zeros", 1980.0), ("random", 1500.0))
@@ -35,8 +36,8 @@ def test_readings_beside_the_replays_go_before_the_samples_own(tmp_path):
     run.add_telemetry(readings)
     (row,) = read_run(run).rows
     run.close()
-    assert row.mhz == (1980.0, 1500.0)
-    assert row.watts == (650.0, 650.0)
+    assert row.mhz == (1980.0, clock or 1500.0)
+    assert row.watts == (500.0, 600.0)
 
 
 def test_a_stored_cause_is_kept_as_it_is(tmp_path):
