@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvlab.kernel_names import SELECTION
+from kvlab.stats import MIN_ROUNDS
 
 if TYPE_CHECKING:
     from kvlab.causes import Cause, Part
@@ -191,19 +192,38 @@ def _missing(cause: Cause, routing: str) -> str:
     return "its kernels were not profiled"
 
 
+def clock_is_likely(cause: Cause) -> bool:
+    """Of a gap that the clock makes: whether the gap in cycles leaves room for more, or was read in too few rounds."""
+    cycles = cause.cycles
+    if cycles is None or _waits(cause):
+        return False
+    ends = (end * math.copysign(1, cause.gap.gap) for end in cycles.ci90)
+    return cycles.n < MIN_ROUNDS or max(ends) >= MAIN * abs(cause.gap.gap)
+
+
+def _waits(cause: Cause) -> bool:
+    """Fewer cycles at the lower clock: the step waits for something that has a clock of its own."""
+    cycles = cause.cycles
+    return (
+        cycles is not None and cycles.log_gap * cause.gap.log_gap < 0 and abs(cycles.log_gap) > abs(cause.gap.log_gap)
+    )
+
+
 def _in_cycles(cause: Cause) -> str:
     assert cause.mhz is not None
     cycles = cause.cycles
-    if cycles is None or cycles.log_gap * cause.gap.log_gap >= 0 or abs(cycles.log_gap) <= abs(cause.gap.log_gap):
-        if cycles is None:
-            return "the cause is the clock"
-        ends = (end * math.copysign(1, cause.gap.gap) for end in cycles.ci90)
-        if cycles.n > 1 and max(ends) >= MAIN * abs(cause.gap.gap):
-            return f"in cycles the gap is {_estimate(cycles)}: likely the clock, but the interval leaves room for more"
-        return f"in cycles the gap is {_estimate(cycles)}, so the cause is the clock"
-    # Fewer cycles at the lower clock: the step waits for something that has a clock of its own.
-    could = percent(cause.mhz[0] / cause.mhz[1] - 1)
-    return f"that change alone could make {could}, so the cause is the clock, for which the step waits only in part"
+    if cycles is None:
+        return "the cause is the clock"
+    if _waits(cause):
+        could = percent(cause.mhz[0] / cause.mhz[1] - 1)
+        return f"that change alone could make {could}, so the cause is the clock, for which the step waits only in part"
+    told = f"in cycles the gap is {_estimate(cycles)}"
+    if cycles.n < MIN_ROUNDS:
+        rounds = "one round" if cycles.n == 1 else f"{cycles.n} rounds"
+        return f"{told}: likely the clock, but it was read in {rounds} only"
+    if clock_is_likely(cause):
+        return f"{told}: likely the clock, but the interval leaves room for more"
+    return f"{told}, so the cause is the clock"
 
 
 def _work_or_clock(cause: Cause) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from kvlab.cause_words import CLOCK_MOVED, MAIN, cause_sentence
+from kvlab.cause_words import CLOCK_MOVED, MAIN, cause_sentence, clock_is_likely
 from kvlab.estimates import (
     BASELINE,
     Estimate,
@@ -70,6 +70,7 @@ class Cause:
         kind: `none` (there is no gap), `selection`, `clocks`, `routing`, `cancelling` (kernels moved in opposite
             directions), `kernels` (others than those of selection, in cycles too) or `unknown`.
         sentence: for people.
+        likely: of `clocks`: the gap in cycles leaves room for more.
         gap: in time.
         aa: the baseline again against the baseline; None without that arm.
         cycles: the gap in cycles; None without clocks.
@@ -92,6 +93,7 @@ class Cause:
     kind: str
     sentence: str
     gap: Estimate
+    likely: bool = False
     aa: Estimate | None = None
     cycles: Estimate | None = None
     mhz: tuple[float, float] | None = None
@@ -178,7 +180,7 @@ def find_cause(
     routing = ", ".join(sorted(set(samples["routing"].dropna()))) if "routing" in samples else ""
     about = {"arm": arm, "baseline": baseline, "routing": routing}
     words = cause_sentence(cause, kind, movers, step=step, floor=_floor(cause.aa), **about)
-    return replace(cause, kind=kind, sentence=words)
+    return replace(cause, kind=kind, sentence=words, likely=kind == "clocks" and clock_is_likely(cause))
 
 
 def gap_in_cycles(

@@ -247,8 +247,7 @@ def cause_clause(cause: Mapping[str, Any] | None) -> str:
     if kind == "none":
         return "within the noise"
     if kind == "clocks":
-        # As sure as its sentence is.
-        return "likely " * ("likely the clock" in cause.get("sentence", "")) + _clock(cause)
+        return "likely " * bool(cause.get("likely")) + _clock(cause)
     if kind == "routing":
         return f"{100 * float(cause['routing']):.0f} % of the tokens go to other experts"
     if kind == "selection":

@@ -69,7 +69,11 @@ def may_be_capped(samples: pd.DataFrame) -> bool:
 def cause_record(cause: Cause) -> dict[str, Any]:
     """A cause as JSON: parts as `us` and `of_step`, estimates as `gap` and `ci90`."""
     fields = {name: getattr(cause, name) for name in cause.__dataclass_fields__ if name not in ("gap", "aa")}
-    return {name: _plain(value) for name, value in fields.items() if value is not None and value not in ({}, "")}
+    return {
+        name: _plain(value)
+        for name, value in fields.items()
+        if not (value is None or value is False or value in ({}, ""))
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -29,6 +29,8 @@ _SMALL_SAMPLE = 1.15
 # Half-width aimed at where time is left, as a share of the margin: 0.3 % at 3 %.
 _PRECISION = 0.1
 _Z95 = 1.645
+# Times the budget: above, a pilot that took longer is told.
+_OVER = 1.2
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class RoundPlan:
         seconds_per_round: of the pilot; None where the number was given.
         sd_arms: the largest sd of another arm's log ratios; None where the number was given.
         pilot: rounds that the sds are of.
+        budget: seconds that all rounds were to take; None where the number was given.
     """
 
     rounds: int
@@ -53,6 +56,7 @@ class RoundPlan:
     seconds_per_round: float | None = None
     sd_arms: float | None = None
     pilot: int = PILOT_ROUNDS
+    budget: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -70,7 +74,10 @@ class RoundPlan:
         }[self.limit]
         other = "" if self.sd_arms is None else f", of the arms {self.sd_arms:.2%}"
         noise = f"A/A noise {self.sd:.2%}{other}, planned for {_likely(self.pilot):.1f} times that"
-        return f"{self.rounds} rounds: {why} ({noise}, {self.seconds_per_round:.2f} s a round)"
+        pace = f"{self.seconds_per_round:.2f} s a round"
+        if self.budget is not None and self.rounds * (self.seconds_per_round or 0.0) > _OVER * self.budget:
+            pace += f", beyond the budget of {self.budget:g} s"
+        return f"{self.rounds} rounds: {why} ({noise}, {pace})"
 
 
 def given_rounds(rounds: int) -> RoundPlan:
@@ -125,7 +132,7 @@ def _planned(
     affordable = max(least, int(budget / max(seconds_per_round, 1e-9)))
     if affordable < most:
         limit, most = "budget", affordable
-    return RoundPlan(most, limit, wanted, sd, seconds_per_round, sd_arms, pilot)
+    return RoundPlan(most, limit, wanted, sd, seconds_per_round, sd_arms, pilot, budget)
 
 
 def _likely(pilot: int) -> float:

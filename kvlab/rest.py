@@ -16,7 +16,7 @@ from typing import Any
 
 from kvlab.engines.base import Step
 from kvlab.measure.sampler import Sampler
-from kvlab.measure.settling import SETTLE_CAPPED_S
+from kvlab.measure.settling import SETTLE_CAPPED_S, SETTLE_S
 from kvlab.measure.telemetry import Telemetry
 from kvlab.measure.timer import Timer
 from kvlab.plan import AGAIN, Plan
@@ -24,7 +24,8 @@ from kvlab.run import Run
 
 # As multiples of a replay's time: the share of time that the card works is 1, 1/2, 1/4.
 RESTS = (0.0, 1.0, 3.0)
-# Seconds of replays under each arm, and how many of the readings in them may say that a cap holds the clock.
+# Seconds that are watched under each arm, the last of the `SETTLE_S` by which a cap that will hold the clock does; and
+# how many of the readings in them may say that it does.
 _WATCHED_S = 0.4
 _CAPPED = 0.1
 # Turns through all rests; in each, seconds of replays that bring the card to its pace, and replays that count.
@@ -120,7 +121,7 @@ def find_rest(step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Res
 def _watch(step: Step, timer: Timer, plan: Plan, telemetry: Telemetry, name: str) -> tuple[float | None, float]:
     """Share of the readings beside an arm's replays that say a cap (None where nothing is read), and their MHz."""
     _fill(step, plan, name)
-    timer.settle(_WATCHED_S / 2)
+    timer.settle(SETTLE_S - _WATCHED_S)
     with Sampler(telemetry) as sampler:
         timer.settle(_WATCHED_S)
     said = [reading.throttled for reading in sampler.readings if reading.throttled is not None]

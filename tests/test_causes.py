@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvlab.causes import find_cause, gap_in_cycles
 from kvlab.errors import StudyError
+from kvlab.stats import MIN_ROUNDS
 
 H200 = Path(__file__).parents[1] / "data" / "h200"
 ROUNDS = 12
@@ -225,7 +226,19 @@ def test_without_a_profile_the_2x2_in_cycles_tells_selection():
 def test_a_wide_gap_in_cycles_leaves_room():
     arms, clocks = {"zeros": 2000.0, "random": 2260.0}, {"zeros": 1845.0, "random": 1700.0}
     noisy = samples(arms, clocks, noise=0.08)
-    assert "likely the clock, but the interval leaves room" in find_cause(noisy).sentence
+    found = find_cause(noisy)
+    assert found.likely
+    assert "likely the clock, but the interval leaves room" in found.sentence
+
+
+@pytest.mark.parametrize("read", [1, 2, MIN_ROUNDS - 1, MIN_ROUNDS])
+def test_a_clock_that_few_rounds_read_is_likely_the_cause(read):
+    table = samples({"zeros": 2000.0, "random": 2200.0}, {"zeros": 1980.0, "random": 1800.0})
+    table.loc[table["round"] >= read, "sm_mhz"] = None
+    found = find_cause(table)
+    assert found.kind == "clocks"
+    assert found.likely == (read < MIN_ROUNDS)
+    assert ("rounds only" in found.sentence or "one round only" in found.sentence) == found.likely
 
 
 @given(st.floats(0.002, 0.03), st.sampled_from([1980.0, 1965.0]), st.floats(0.001, 0.03), st.booleans())

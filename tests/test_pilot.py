@@ -1,5 +1,7 @@
 """The plan of rounds: what bounds it, and that it grows with the noise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,14 +24,18 @@ def test_a_plan_keeps_the_pilot_and_the_budget_and_says_what_set_it(aa, seconds,
     assert plan.rounds * seconds <= max(budget, len(aa) * seconds)
     assert plan.wanted >= rounds_for(float(np.std(aa, ddof=1)), margin / 2) >= MIN_ROUNDS
     assert str(plan.rounds) in str(plan)
+    over = plan.rounds * seconds / budget
+    assert ("beyond the budget" in str(plan)) == (over > 1.2) or over == pytest.approx(1.2)
 
 
 @given(ratios, st.sampled_from([0.01, 0.03]), st.floats(1e-3, 1e4), st.floats(1e-3, 1e4))
 def test_a_larger_budget_gives_the_plan_it_would_have_given_at_first_and_a_smaller_one_takes_nothing(
     aa, margin, first, second
 ):
-    plan = plan_rounds(aa, 0.1, margin, first)
-    assert replanned(plan, margin, max(first, second)) == plan_rounds(aa, 0.1, margin, max(first, second))
+    plan, larger = plan_rounds(aa, 0.1, margin, first), max(first, second)
+    # A plan that its budget did not cut stands as it is.
+    again = replace(replanned(plan, margin, larger), budget=larger)
+    assert again == plan_rounds(aa, 0.1, margin, larger)
     assert replanned(plan, margin, min(first, second)).rounds == plan.rounds
     assert replanned(given_rounds(9), margin, second) == given_rounds(9)
 
