@@ -299,15 +299,16 @@ def _movers(roles: pd.DataFrame, wander: pd.DataFrame, step: float) -> dict[str,
 
 def _kind(cause: Cause, movers: Mapping[str, float], step: float) -> str:
     gap_us = step * cause.gap.gap
+    seen = cause.gap.nonzero and abs(cause.gap.log_gap) > _floor(cause.aa)
+    if seen and (cause.routing or 0.0) >= ROUTING_MOVED:
+        # Without a profile: what neither the clock nor the selection explains.
+        known = sum(part.us / gap_us for part in (cause.clocks, cause.selection) if part)
+        if (movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0 - known) >= MAIN:
+            return "routing"
     if movers and min(movers.values()) < 0 < max(movers.values()):
         return "cancelling"
-    if not cause.gap.nonzero or abs(cause.gap.log_gap) <= _floor(cause.aa):
+    if not seen:
         return "none"
-    # Without a profile: what neither the clock nor the selection explains.
-    known = sum(part.us / gap_us for part in (cause.clocks, cause.selection) if part)
-    moe = movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0 - known
-    if (cause.routing or 0.0) >= ROUTING_MOVED and moe >= MAIN:
-        return "routing"
     shares = {"selection": cause.selection, "clocks": cause.clocks}
     explained = {kind: part.us / gap_us for kind, part in shares.items() if part is not None}
     if explained and max(explained.values()) >= MAIN:

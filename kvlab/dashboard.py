@@ -79,9 +79,17 @@ def make_spec(**settings: Any) -> dict[str, Any]:
 def list_runs(folder: Path) -> list[tuple[str, str]]:
     """Name and folder of runs: those in `folder`, the newest first, then those of this repository's data."""
     own = list(_folders(folder))
-    own.sort(key=lambda place: max(file.stat().st_mtime for file in run_files(place)))
+    own.sort(key=_changed)
     data = [(f"data: {place.name}", str(place)) for place in sorted(_folders(COMMITTED))]
     return [*((place.name, str(place)) for place in reversed(own)), *data]
+
+
+def _changed(place: Path) -> float:
+    """When a run was last written to; 0 for one that is being removed."""
+    try:
+        return max((file.stat().st_mtime for file in run_files(place)), default=0.0)
+    except OSError:
+        return 0.0
 
 
 def _folders(parent: Path) -> Iterator[Path]:

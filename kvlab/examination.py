@@ -43,7 +43,8 @@ class Examination:
     def facts(self) -> dict[str, Any]:
         """What a run stores of it."""
         # As text: in columns, an expert load a layer and arm would be thousands. Arms that moved nothing are left out.
-        told = {arm: loads for arm, loads in self.expert_loads.items() if arm == BASELINE or self.routing_moved[arm]}
+        moved = {BASELINE, *(arm for arm, share in self.routing_moved.items() if share)}
+        told = {arm: loads for arm, loads in self.expert_loads.items() if arm in moved}
         loads = {"expert_loads": json.dumps(told, separators=(",", ":"))} if told else {}
         return {"outside_writes": self.outside_writes, **loads}
 
@@ -61,7 +62,8 @@ def examine(step: Step, plan: Plan) -> Examination:
             loads[arm.name] = counted
     if culprits:
         return Examination(finite, culprits=tuple(culprits))
-    moved = {arm: loads_moved(loads[BASELINE], counted) for arm, counted in loads.items()}
+    # Counted under zeros too, or there is nothing to compare with.
+    moved = {arm: loads_moved(loads[BASELINE], counted) for arm, counted in loads.items() if BASELINE in loads}
     lists = {arm: {layer: n.tolist() for layer, n in counted.items()} for arm, counted in loads.items()}
     return Examination(finite, _outside_writes(step, plan.seed), expert_loads=lists, routing_moved=moved)
 

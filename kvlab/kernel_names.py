@@ -17,8 +17,8 @@ from functools import lru_cache
 TOPK, SCORES, GATHER = "top-k", "indexer scores", "gather/remap"
 ATTENTION, MOE, GEMM, NORM = "attention", "MoE", "GEMM", "norm/rope/quant"
 CACHE_WRITE, STATE, COMMUNICATION, OTHER = "cache write", "state", "communication", "other"
-# Of no kernel: what a profile's kernels leave of the step.
-REST = "rest"
+# Of no kernel: what a profile's kernels leave of the step; their sum closes on the timed total when it is this close.
+REST, CLOSE = "rest", 0.03
 
 # What the choice of tokens costs in sparse attention: choosing, and finding what was chosen. Scoring is not of it: the
 # scores are computed for all tokens, whatever they hold.

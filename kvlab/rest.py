@@ -63,7 +63,10 @@ class Rest:
         if not self.us:  # stored by a kvlab that did not time its rests
             return f"{said} under {held}." if held else f"{said}."
         without, with_it = (f"{self.us[f'{share:g}'] / 1e3:,.1f} ms" for share in (0, self.share))
-        return f"{said} under {held}: {self.arm} took {without} without, {with_it} with it{last}."
+        return (
+            f"{said} under {held}: {self.arm} took {without} without, {with_it} with it{last}. No watts are told, as"
+            " their sensor averages over the rests."
+        )
 
 
 def apply_rest(run: Run, step: Step, timer: Timer, plan: Plan, telemetry: Telemetry) -> Rest:

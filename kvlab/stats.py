@@ -171,16 +171,19 @@ def judge(gap: Estimate, aa: Estimate, margin: float, arm: str = "arm") -> tuple
     return "inconclusive", (f"{told}, across the margin of {margin:.2%}; {_told_rounds(rounds)}.",), rounds
 
 
-def all_within(decisions: Iterable[Decision]) -> bool:
+def all_within(verdicts: Iterable[str]) -> bool:
     """All cases are equivalent. An intersection-union test: each at 5 %, so is the whole (Berger 1982).
 
+    Args:
+        verdicts: of the cases, `Decision.verdict`.
+
     Raises:
-        StudyError: for no decisions: nothing was shown.
+        StudyError: for none: nothing was shown.
     """
-    verdicts = [d.verdict for d in decisions]
-    if not verdicts:
+    said = list(verdicts)
+    if not said:
         raise StudyError("no decisions to combine; run at least one case")
-    return all(v == "equivalent" for v in verdicts)
+    return all(verdict == "equivalent" for verdict in said)
 
 
 def p_different(measured: Estimate | ArrayLike, margin: float) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
-from kvlab.kernel_names import REST
+from kvlab.kernel_names import CLOSE, REST
 from kvlab.pilot import RoundPlan
+from kvlab.stats import all_within
 
 # Kernels that are printed one by one, the largest gaps first.
 _KERNELS = 12
@@ -37,7 +39,22 @@ def verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
     for v in verdicts:
         said = (*_planned(v), *v["reasons"], *_other_arms(v), *_clocks(v))
         lines += [f"  {v['case']}, {v['mode']}: {told}" for told in said]
+    if len(verdicts) > 1:
+        lines.append(_joint(verdicts))
+    if unseen := list(dict.fromkeys(v["case"] for v in verdicts if v["rounds"] and v.get("outside_writes", 0) is None)):
+        lines.append(
+            f"Whether {', '.join(unseen)} wrote outside the touched views was not looked at; `kvlab verify` does."
+        )
     return "\n".join(lines)
+
+
+def _joint(verdicts: Sequence[dict[str, Any]]) -> str:
+    margins = sorted({v["margin"] for v in verdicts})
+    within = f"within {100 * margins[0]:g} %" if len(margins) == 1 else "within its margin"
+    if all_within(v["verdict"] for v in verdicts):
+        return f"All {len(verdicts)}: every gap is {within}, each at the 5 % level and so all of them together."
+    said = ", ".join(f"{n} {verdict}" for verdict, n in Counter(v["verdict"] for v in verdicts).most_common())
+    return f"All {len(verdicts)}: not shown that every gap is {within} ({said})."
 
 
 def explanation(verdict: dict[str, Any], kernels: pd.DataFrame) -> str:
@@ -95,7 +112,7 @@ def closing(profiles: dict[str, Any], arm: str) -> list[str]:
         profile = profiles[name]
         line = f"under {name} the kernels add up to {profile['closure']:.1%} of the timed step"
         if not profile["closes"]:
-            line += ", which does not close within 3 %"
+            line += f", which does not close within {100 * CLOSE:g} %"
         busy = profile["busy_us"] / profile["timed_us"]
         if abs(busy - profile["closure"]) >= 0.01:
             line += f": {profile['overlap_us']:,.0f} us ran beside other kernels; counted once, it is {busy:.1%}"
@@ -161,7 +178,6 @@ def _clocks(verdict: dict[str, Any]) -> list[str]:
     parts = [
         f"{name} {', '.join(f'{value:,.0f} {unit}' for unit, value in of.items() if value is not None)}"
         for name, of in clocks.items()
-        if name in ("zeros", verdict["arm"])
     ]
     cycles = verdict.get("cycles")
     told = f"; gap in cycles {_percent(cycles['gap'])} ({_interval(cycles['ci90'])})" if cycles else ""

@@ -294,6 +294,16 @@ def test_routing():
     assert find_cause(table, kernels(attention), routing_moved=0.93).kind == "kernels"
 
 
+def test_routing_comes_before_kernels_that_cancel_in_part():
+    """Experts that take longer by half of the step, and a GEMM that takes less."""
+    arms = {"zeros": {"MoE": 1000.0, "GEMM": 4000.0}, "random": {"MoE": 2600.0, "GEMM": 3900.0}}
+    table = samples({"zeros": 5000.0, "zeros_again": 5000.0, "random": 6500.0}, routing="real")
+    assert find_cause(table, kernels(arms), routing_moved=0.93).kind == "routing"
+    assert find_cause(table, kernels(arms), routing_moved=0.0).kind == "cancelling"
+    level = samples({"zeros": 5000.0, "zeros_again": 5000.0, "random": 5000.0}, routing="real")
+    assert find_cause(level, kernels(arms), routing_moved=0.93).kind == "cancelling"
+
+
 def test_routing_is_not_blamed_for_what_the_indexer_makes():
     """Without a profile: one token in a hundred goes elsewhere, and the 2x2 gives the indexer all of the gap."""
     found = find_cause(

@@ -55,6 +55,14 @@ def test_routing_that_moves_is_a_fault_if_balanced_and_said_if_real(routed, simu
     assert real["routing_moved"]["random"] == 0.25
 
 
+def test_loads_that_were_not_counted_under_zeros_are_compared_with_nothing(routed):
+    step = routed.prepare(parse_case("d=4*1@40"))
+    step.expert_loads = lambda: {"moe": torch.tensor([2, 2])} if routed.kv_caches["attn"][1:].any() else {}
+    found = examine(step, Plan.of())
+    assert found.routing_moved == {}
+    assert "expert_loads" not in found.facts
+
+
 def test_a_model_without_experts_is_not_asked(hand_engine):
     step = hand_engine.prepare(parse_case("d=1@40"))
     step.expert_loads = lambda: pytest.fail("asked")

@@ -66,6 +66,27 @@ def test_it_is_printed_whole(explained):
         assert (f"hit, isolated: {arm} is {of['gap']:+.2%} (" in table) or arm == verdict["arm"]
 
 
+def test_a_table_ends_with_the_claim_for_all_of_it_and_what_nobody_looked_at(explained):
+    verdict = explained.verdict_of("hit", "isolated")
+    assert "All " not in verdict_table([verdict])
+    three = [{**verdict, "verdict": said, "outside_writes": None} for said in ("equivalent", "equivalent", "invalid")]
+    table = verdict_table(three).splitlines()
+    assert table[-2] == "All 3: not shown that every gap is within 3 % (2 equivalent, 1 invalid)."
+    assert table[-1] == "Whether hit wrote outside the touched views was not looked at; `kvlab verify` does."
+    same = [{**verdict, "verdict": "equivalent", "outside_writes": 0}] * 2
+    assert "All 2: every gap is within 3 %" in verdict_table(same).splitlines()[-1]
+    apart = [{**each, "margin": margin} for each, margin in zip(same, (0.01, 0.03), strict=True)]
+    assert "within its margin" in verdict_table(apart).splitlines()[-1]
+
+
+def test_clocks_and_power_are_printed_of_every_arm(explained):
+    verdict = explained.verdict_of("hit", "isolated")
+    clocks = {arm: {"MHz": 1980.0 - 15 * n, "W": 500.0 + n} for n, arm in enumerate(["zeros", "zeros_again", *ARMS])}
+    (line,) = [line for line in verdict_table([{**verdict, "clocks": clocks}]).splitlines() if "MHz" in line]
+    for arm, of in clocks.items():
+        assert f"{arm} {of['MHz']:,.0f} MHz, {of['W']:,.0f} W" in line
+
+
 def test_a_run_without_one_is_explained_later_and_measures_no_round_again(explained, tmp_path, monkeypatch):
     engine = kvlab.load_engine("tiny-dense", num_kv_blocks=20)
     how = {"rounds": 6, "replays": 1, "out": tmp_path / "run"}

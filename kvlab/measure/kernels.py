@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from kvlab.engines.base import Step
 from kvlab.errors import EngineError
-from kvlab.kernel_names import REST, role_of, short_name
+from kvlab.kernel_names import CLOSE, REST, role_of, short_name
 from kvlab.measure.clock import MARK
 from kvlab.measure.settling import PACE_S, SETTLE_CAPPED_S, SETTLE_S, TIMED_CAPPED_S, visit
 from kvlab.measure.timer import CpuTimer, GraphTimer, Timer
@@ -29,8 +29,6 @@ from kvlab.measure.trace import busy_us, device_trace, record, split_replays, ti
 
 # The row of what the kernels leave of the step.
 BETWEEN = "(rest: gaps between kernels)"
-# The sum of the kernels closes on the timed total when it is this close to it.
-CLOSE = 0.03
 # Replays whose median is the total to close on; and how many are profiled of a swing's period, at most.
 _TIMED, _MOST = 5, 16
 _FORWARD, _RESTORE = "kvlab forward", "kvlab restore"

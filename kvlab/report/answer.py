@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvlab.plots.style import percent
 from kvlab.report.facts import ALPHA, VERDICTS, Row, by_severity
+from kvlab.stats import all_within
 
 QUESTION = (
     "Forward benchmarks time a step on a KV cache of zeros. Does it matter what is in the cache? Each case is one step,"
@@ -58,9 +59,8 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     """What goes with the headline: the joint statement, what differs after correction, small gaps, other margins."""
     if not rows:
         return []
-    counts = counted(rows)
     name = namer(rows)
-    said = [_joint(rows, counts), *_after_holm(rows, name)]
+    said = [_joint(rows), *_after_holm(rows, name)]
     small = [row for row in rows if row.verdict == "equivalent" and row.ci90 and not row.ci90[0] <= 0 <= row.ci90[1]]
     if small:
         most = max(small, key=lambda row: abs(row.gap or 0))
@@ -92,10 +92,10 @@ def namer(rows: Sequence[Row]) -> Callable[[Row], str]:
     return name
 
 
-def _joint(rows: Sequence[Row], counts: Mapping[str, int]) -> str:
+def _joint(rows: Sequence[Row]) -> str:
     if len(rows) == 1:
         return ""
-    if set(counts) == {"equivalent"}:
+    if all_within(row.verdict for row in rows):
         return (
             "The joint statement holds too: each interval lies inside the margin at the 5 % level, so all of them do at"
             " 5 % (an intersection-union test, which needs no correction)."

@@ -250,10 +250,10 @@ def _decided(
     row = replace(row, mhz=measured.medians("sm_mhz", arm), watts=measured.medians("watts", arm))
     if row.verdict != "invalid" and row.margin > 0:
         row = replace(row, p=measured.p(arm, row.margin))
-    cause = _sentence(verdict.get("cause"))
+    cause, moved = _sentence(verdict.get("cause")), verdict.get("routing_moved") or {}
     if row.verdict in ("equivalent", "invalid") or row.gap is None:
         return replace(row, cause=cause)
-    return replace(row, cause=cause or measured.cause(arm), **measured.cycles(arm))
+    return replace(row, cause=cause or measured.cause(arm, moved.get(arm)), **measured.cycles(arm))
 
 
 def _unfinished(

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from kvlab import plots
 from kvlab.errors import KvlabError
+from kvlab.kernel_names import CLOSE
 from kvlab.plots.style import percent, percent_interval, shorten
 from kvlab.plots.sweeps import zero_fraction
 from kvlab.provenance import power_limit
@@ -173,7 +174,8 @@ def _closes(row: Row) -> str:
             once = profile["busy_us"] / profile["timed_us"]
             told[-1] += f" ({once:.1%} with kernels that ran side by side counted once)"
     bad = [name for name in (BASELINE, row.arm) if not row.profiles[name]["closes"]]
-    head = "The kernels' times do NOT add up to the timed step within 3 %" if bad else "The kernels' times add up to"
+    apart = f"do NOT add up to the timed step within {100 * CLOSE:g} %"
+    head = f"The kernels' times {apart if bad else 'add up to'}"
     said = f"{head}: {', '.join(told)}." if bad else f"{head} {', '.join(told)} of the timed step."
     if row.gap is not None:
         zeros, other = (row.profiles[name]["timed_us"] for name in (BASELINE, row.arm))

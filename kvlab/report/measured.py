@@ -37,10 +37,11 @@ class Measured:
         except KvlabError:
             return None
 
-    def cause(self, arm: str) -> str | None:
-        """A sentence on the gap's cause."""
+    def cause(self, arm: str, routing_moved: float | None = None) -> str | None:
+        """A sentence on the gap's cause; `routing_moved` as the verdict has it of the arm."""
+        rows = self.samples, self.kernels, arm
         try:
-            return find_cause(self.samples, self.kernels, arm, telemetry=self.telemetry).sentence
+            return find_cause(*rows, telemetry=self.telemetry, routing_moved=routing_moved).sentence
         except KvlabError:
             return None
 

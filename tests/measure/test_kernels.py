@@ -8,10 +8,10 @@ import torch
 from kvlab.cases import parse_case
 from kvlab.engines.load import load_engine
 from kvlab.errors import EngineError
-from kvlab.kernel_names import REST, ROLES
+from kvlab.kernel_names import CLOSE, REST, ROLES
 from kvlab.measure import kernels
 from kvlab.measure.clock import MARK
-from kvlab.measure.kernels import BETWEEN, CLOSE, profile_kernels
+from kvlab.measure.kernels import BETWEEN, profile_kernels
 from kvlab.measure.settling import PACE_S, SETTLE_CAPPED_S, SETTLE_S
 from kvlab.measure.timer import CpuTimer, GraphTimer, Replay, Timer, make_timer
 from kvlab.measure.trace import Event
