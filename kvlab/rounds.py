@@ -13,7 +13,7 @@ from kvlab.measure.sampler import PERIOD_S, RESTING_PERIOD_S, Sampler
 from kvlab.measure.schedule import round_order
 from kvlab.measure.settling import MORE_S, PACE_S, SETTLED_S, settle, visit
 from kvlab.measure.telemetry import Telemetry
-from kvlab.measure.timer import Timer
+from kvlab.measure.timer import COUNTED, Timer
 from kvlab.plan import Plan
 
 # Random contents are drawn anew from this many seeds in turn, so that a verdict is not about one draw.
@@ -21,7 +21,7 @@ RANDOM_SEEDS = 4
 
 
 def measure_round(
-    step: Step, timer: Timer, plan: Plan, mode: str, index: int, telemetry: Telemetry, finite: dict[str, bool]
+    step: Step, timer: Timer, plan: Plan, index: int, telemetry: Telemetry, finite: dict[str, bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Time every arm once, in the round's own order.
 
@@ -39,11 +39,11 @@ def measure_round(
     for position, name in enumerate(round_order(list(by_name), index, plan.seed)):
         seed = plan.seed + index % RANDOM_SEEDS
         step.fill(by_name[name].fill, seed)
-        if mode != "sustained":
+        if timer.mode != "sustained":
             _discard(timer, plan.discard)
         since = 0.0
         with Sampler(telemetry, RESTING_PERIOD_S if timer.rest else PERIOD_S) as sampler:
-            if mode == "sustained":
+            if timer.mode == "sustained":
                 capped = settle(timer, sampler, more=_more(plan.seed, index, position))
                 since = time.perf_counter() - SETTLED_S
                 # The queue ran dry in between: in one call with those that are timed, so that it does not again.
@@ -68,8 +68,8 @@ def measure_round(
                 "replay": replay,
                 "us": each.us,
                 "routing": step.engine.routing,
-                # A sensor's look is the whole visit's, if there was one.
-                "sm_mhz": reading.sm_mhz if each.mhz is None else each.mhz,
+                # Of one source: what the card counts lies some MHz off what its driver reads.
+                "sm_mhz": each.mhz if timer.clock == COUNTED else reading.sm_mhz,
                 "mem_mhz": reading.mem_mhz,
                 "watts": reading.watts,
                 "celsius": reading.celsius,

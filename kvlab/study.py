@@ -23,7 +23,7 @@ from kvlab.gaps import case_axes
 from kvlab.kv.draws import draw_method
 from kvlab.kv.fills import Fill
 from kvlab.measure.telemetry import make_telemetry
-from kvlab.measure.timer import MODES, Timer, make_timer
+from kvlab.measure.timer import COUNTED, MODES, GraphTimer, Timer, make_timer
 from kvlab.pilot import PILOT_ROUNDS, RoundPlan, given_rounds, plan_rounds, replanned
 from kvlab.plan import AGAIN, BOTH, DEFAULT_ARMS, DEFAULT_BUDGET, Plan
 from kvlab.provenance import identity, machine
@@ -259,6 +259,8 @@ class Study:
             verdict["plan"] = rounds.as_dict()
             if rest.share:
                 verdict = with_reason({**verdict, "rest": rest.share}, str(rest))
+            if timer.kind == GraphTimer.kind and timer.clock != COUNTED:
+                verdict = with_reason(verdict, f"MHz are what the driver reads now and then, as {timer.clock}.")
             if lost := self.run.facts_of(name).get(f"sensors_failed_{mode}"):
                 verdict = with_reason(verdict, f"Some rounds have no clocks or watts, as a sensor failed: {lost}.")
             yield verdict
@@ -302,7 +304,7 @@ class Study:
                 if index >= MIN_ROUNDS and seconds and sum(seconds) + statistics.fmean(seconds) > budget:
                     break
                 begin = time.perf_counter()
-                rows, readings = measure_round(step, timer, self.plan, mode, index, self._telemetry, finite)
+                rows, readings = measure_round(step, timer, self.plan, index, self._telemetry, finite)
                 for failed in dict.fromkeys(each["failure"] for each in readings if "failure" in each):
                     self.run.case_facts(name, **{f"sensors_failed_{mode}": failed})
                 if bad := sorted(arm for arm, fine in finite.items() if not fine):

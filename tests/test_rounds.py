@@ -6,12 +6,15 @@ from collections import Counter
 import pytest
 import torch
 
+from kvlab import rounds
 from kvlab.cases import parse_case
 from kvlab.measure.settling import MORE_S, SETTLE_CAPPED_S
 from kvlab.measure.telemetry import NoTelemetry, Reading, Telemetry
-from kvlab.measure.timer import Timer
+from kvlab.measure.timer import COUNTED, Replay, Timer, make_timer
 from kvlab.plan import Plan
 from kvlab.rounds import measure_round
+
+from handmade_marks import marks
 
 PLAN = Plan.of(["random"], replays=3, discard=1)
 
@@ -47,7 +50,7 @@ class Card(Telemetry):
 
 def run(engine, clock, telemetry):
     step = engine.prepare(parse_case("d=1@40"))
-    rows, _ = measure_round(step, clock, PLAN, clock.mode, 0, telemetry, {arm.name: True for arm in PLAN.arms})
+    rows, _ = measure_round(step, clock, PLAN, 0, telemetry, {arm.name: True for arm in PLAN.arms})
     return rows
 
 
@@ -112,6 +115,52 @@ def test_an_isolated_arm_has_come_to_its_pace_on_a_gpu(hand_engine, kind, least)
     assert kind != "cpu_clock" or [count for count, _ in clock.calls] == [1, 3] * 3
 
 
+class Counting(Clock):
+    """Counts its clock in all but the last replay of a call."""
+
+    clock = COUNTED
+
+    def replay(self, count):
+        sheets = [marks(1755.0, us) for us in self.time(count)]
+        sheets[-1][1] = 0
+        return [Replay(us, sheet) for us, sheet in zip([1000.0] * count, sheets, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["isolated", "sustained"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_clocks_are_of_one_source(hand_engine, mode, counts):
+    """What the card counts lies some MHz off what its driver reads: where one lacks, the other does not fill in."""
+    clock = (Counting if counts else Clock)(mode, "cuda_graph_events")
+    rows = run(hand_engine, clock, Reads(1740.0))
+    told = {row["sm_mhz"] for row in rows}
+    if counts:
+        assert {None, *(mhz for mhz in told if mhz)} == told
+        assert [mhz for mhz in told if mhz] == pytest.approx([1755.0] * (len(told) - 1), rel=1e-3)
+    else:
+        assert told == {1740.0}
+
+
+class Reads(Telemetry):
+    source = "fake"
+
+    def __init__(self, mhz):
+        self.mhz = mhz
+
+    def read(self):
+        return Reading(sm_mhz=self.mhz, throttled=False)
+
+
+@pytest.mark.parametrize("mode", ["isolated", "sustained"])
+def test_a_cpu_never_waits_for_a_power_cap(hand_engine, mode, monkeypatch):
+    """Its timer knows one mode, whatever was asked for."""
+    monkeypatch.setattr(rounds, "settle", lambda *args, **how: pytest.fail("settled"))
+    step = hand_engine.prepare(parse_case("d=1@40"))
+    step.fill("zeros")
+    timer = make_timer(step, mode)
+    rows, _ = measure_round(step, timer, PLAN, 0, NoTelemetry("test"), {arm.name: True for arm in PLAN.arms})
+    assert len(rows) == 3 * PLAN.replays
+
+
 class Failing(Card):
     def read(self):
         raise OSError("card lost")
@@ -122,7 +171,7 @@ def test_a_sensor_that_fails_does_not_end_the_round_and_is_told(hand_engine, mod
     clock = Clock(mode, "cuda_graph_events")
     step = hand_engine.prepare(parse_case("d=1@40"))
     finite = {arm.name: True for arm in PLAN.arms}
-    rows, readings = measure_round(step, clock, PLAN, mode, 0, Failing(False), finite)
+    rows, readings = measure_round(step, clock, PLAN, 0, Failing(False), finite)
     assert {row["sm_mhz"] for row in rows} == {None}
     assert [each["arm"] for each in readings] == list(dict.fromkeys(row["arm"] for row in rows))
     assert {each["failure"] for each in readings} == {"OSError: card lost"}

@@ -344,10 +344,10 @@ def test_an_error_late_in_the_rounds_leaves_a_verdict_of_those_before(
     simulated_clock(steady())
     measure = study.measure_round
 
-    def fail_late(step, timer, plan, mode, index, *rest):
+    def fail_late(step, timer, plan, index, *rest):
         if index == 7:
             raise error("a kernel failed")
-        return measure(step, timer, plan, mode, index, *rest)
+        return measure(step, timer, plan, index, *rest)
 
     monkeypatch.setattr(study, "measure_round", fail_late)
     run = check(hand_engine, ["d=1@40", "e=1@40"], rounds=20, out=tmp_path / "run")
@@ -450,10 +450,10 @@ def test_an_output_that_was_not_finite_is_remembered_over_an_interruption(
 ):
     from kvlab.rounds import measure_round
 
-    def bad_then_stop(step, timer, plan, mode, index, telemetry, finite):
+    def bad_then_stop(step, timer, plan, index, telemetry, finite):
         if index == 3:
             raise KeyboardInterrupt
-        found = measure_round(step, timer, plan, mode, index, telemetry, finite)
+        found = measure_round(step, timer, plan, index, telemetry, finite)
         finite["random"] = False
         return found
 

@@ -64,11 +64,11 @@ class ClockCounter:
 def make_counter(device: torch.device) -> tuple[ClockCounter | None, str]:
     """A counter for a CUDA device; None where it cannot count, and why."""
     if torch.version.cuda is None or find_spec("triton") is None:
-        return None, "the clock is counted on CUDA with Triton only"
+        return None, "the card's count of them is read by a Triton kernel, and Triton is not installed"
     try:
         return ClockCounter(device), ""
     except Exception as error:  # Triton and the driver raise families of their own; a replay can do without
-        return None, f"the clock cannot be counted: {type(error).__name__}: {error}"
+        return None, f"the card's count of them cannot be read ({type(error).__name__}: {error})"
 
 
 def megahertz(marks: NDArray[np.int64]) -> float | None:

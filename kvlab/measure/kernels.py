@@ -30,7 +30,7 @@ from kvlab.measure.trace import busy_us, device_trace, record, split_replays, ti
 # The row of what the kernels leave of the step.
 BETWEEN = "(rest: gaps between kernels)"
 # Replays whose median is the total to close on; and how many are profiled of a swing's period, at most.
-_TIMED, _MOST = 5, 16
+_TIMED, _MOST = 5, 64
 _FORWARD, _RESTORE = "kvlab forward", "kvlab restore"
 
 

@@ -22,6 +22,7 @@ from kvlab.errors import EngineError
 from kvlab.measure.clock import ClockCounter, make_counter, megahertz
 
 MODES = ("isolated", "sustained")
+COUNTED = "counted"
 # More replays than any settling takes.
 _MANY = 10**9
 
@@ -31,11 +32,16 @@ class Replay(NamedTuple):
 
     Attributes:
         us: microseconds.
-        mhz: mean SM clock meanwhile, as the card counted it; None where it cannot.
+        marks: of the SMs' clock before and after it, see `kvlab.measure.clock`; None where nothing counts.
     """
 
     us: float
-    mhz: float | None = None
+    marks: NDArray[np.int64] | None = None
+
+    @property
+    def mhz(self) -> float | None:
+        """Mean SM clock meanwhile; None where it was not counted. As slow as a short step, so asked for afterwards."""
+        return None if self.marks is None else megahertz(self.marks)
 
 
 class Timer(ABC):
@@ -47,7 +53,7 @@ class Timer(ABC):
         rest: pause after each replay of an isolated CUDA step, as a multiple of the replay's time; outside all times.
         paced_s: seconds that a replay took when the timer settled last, its restore and launch included; 0 before.
         busy: where there were rests, the spans of `time.perf_counter` in which the last `time` had the card work.
-        clock: where the replays' `mhz` come from: `counted`, or why there are none.
+        clock: `COUNTED` where replays have marks; else why they have none.
     """
 
     kind: str
@@ -55,7 +61,7 @@ class Timer(ABC):
     rest = 0.0
     paced_s = 0.0
     busy: Sequence[tuple[float, float]] = ()
-    clock = "none (not counted on a CPU)"
+    clock = "not counted on a CPU"
 
     @abstractmethod
     def time(self, count: int) -> list[float]:
@@ -164,7 +170,7 @@ class GraphTimer(Timer):
                 eager = step.forward().clone()
                 stream.synchronize()
             counters = [make_counter(device) for _ in range(2 if mode == "sustained" else 1)]
-            self.clock = next((why for counter, why in counters if counter is None), "counted")
+            self.clock = next((why for counter, why in counters if counter is None), COUNTED)
             self._lanes = [_Lane(step, stream, counter) for counter, _ in counters]
         self.eager_repeat = relative_rms(first, eager)
         self.time(1)
@@ -176,9 +182,7 @@ class GraphTimer(Timer):
     def replay(self, count: int) -> list[Replay]:
         marks: list[NDArray[np.int64] | None] = []
         times = self._time(count, marks=marks)
-        # Afterwards, as the arithmetic takes as long as a short step.
-        clocks = [None if each is None else megahertz(each) for each in marks]
-        return [Replay(us, mhz) for us, mhz in zip(times, clocks, strict=True)]
+        return [Replay(us, each) for us, each in zip(times, marks, strict=True)]
 
     def settle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         begin = time.perf_counter()
