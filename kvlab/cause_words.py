@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # Of the gap: what explains this much is the cause; what explains the second much is named beside it.
 MAIN, BESIDE = 0.5, 0.2
-# Of the clock: more than one step of NVIDIA's clocks (15 of 1,980 MHz).
-CLOCK_MOVED = 0.01
 
 
 def cause_sentence(
@@ -55,9 +53,12 @@ def cause_sentence(
         moved = f"at least {100 * (cause.routing or 0):.0f} %"
         so = "so the cause is" if cause.roles else "so the cause may be (its kernels were not profiled)"
         text = f"{pace}: {moved} of the tokens went to other experts{moe}, {so} the routing and not the KV"
+        text += _clock_beside(cause, gap_us)
     elif kind == "clocks":
         lead = f"{_takes(cause, [next(iter(carried))])}, " if carried else ""
         text = f"{pace}: {lead}{_clocks(cause)}; {_in_cycles(cause)}"
+        if cause.selection and abs(cause.selection.us) >= BESIDE * abs(gap_us):
+            text += f"; selection takes {_part(cause.selection)}"
     elif kind == "selection":
         parts = _takes(cause, [role for role in carried if role in SELECTION])
         if not cause.roles and cause.indexer_cycles:
@@ -67,7 +68,7 @@ def cause_sentence(
             text += f"; {_clocks(cause)} {_all_else(cause)}"
     elif kind == "kernels":
         role, _ = max(movers.items(), key=lambda item: item[1] * gap_us)
-        text = f"{pace}: {_takes(cause, [role])}; {_work_or_clock(cause)}"
+        text = f"{pace}: {_takes(cause, [role])}; {_work_or_clock(cause)}{_clock_beside(cause, gap_us)}"
     else:
         text = f"{pace}{_aside(cause)}, and the cause is not known: {_missing(cause, routing)}"
     return f"{text}{_effects(cause)}."
@@ -180,8 +181,7 @@ def _aside(cause: Cause) -> str:
     """The clocks, where they are not the cause."""
     if cause.mhz is None:
         return ""
-    same = abs(cause.mhz[1] / cause.mhz[0] - 1) < CLOCK_MOVED
-    return f" at the same clock ({cause.mhz[0]:,.0f} MHz)" if same else f" {_clocks(cause)}"
+    return f" {_clocks(cause)}" if cause.clock_moved else f" at the same clock ({cause.mhz[0]:,.0f} MHz)"
 
 
 def _missing(cause: Cause, routing: str) -> str:
@@ -192,50 +192,59 @@ def _missing(cause: Cause, routing: str) -> str:
     return "its kernels were not profiled"
 
 
+def _clock_beside(cause: Cause, gap_us: float) -> str:
+    """What of the gap the clock can make, where that is worth a word."""
+    if not cause.clocks or abs(cause.clocks.us) < BESIDE * abs(gap_us):
+        return ""
+    return f"; {_clocks(cause)}, which can make {_size(abs(cause.clocks.us))} of it"
+
+
 def clock_is_likely(cause: Cause) -> bool:
     """Of a gap that the clock makes: whether the gap in cycles leaves room for more, or was read in too few rounds."""
     cycles = cause.cycles
-    if cycles is None or _waits(cause):
-        return False
-    ends = (end * math.copysign(1, cause.gap.gap) for end in cycles.ci90)
-    return cycles.n < MIN_ROUNDS or max(ends) >= MAIN * abs(cause.gap.gap)
+    if cycles is None or cycles.n < MIN_ROUNDS:
+        return True
+    return not _waits(cause, cycles) and max(_ends(cause, cycles)) >= MAIN * abs(cause.gap.gap)
 
 
-def _waits(cause: Cause) -> bool:
+def _ends(cause: Cause, cycles: Estimate) -> tuple[float, ...]:
+    """Of the gap in cycles, positive the way that the gap in time goes."""
+    return tuple(end * math.copysign(1, cause.gap.gap) for end in cycles.ci90)
+
+
+def _waits(cause: Cause, cycles: Estimate) -> bool:
     """Fewer cycles at the lower clock: the step waits for something that has a clock of its own."""
-    cycles = cause.cycles
-    return (
-        cycles is not None and cycles.log_gap * cause.gap.log_gap < 0 and abs(cycles.log_gap) > abs(cause.gap.log_gap)
-    )
+    return cycles.log_gap * cause.gap.log_gap < 0 and abs(cycles.log_gap) > abs(cause.gap.log_gap)
 
 
 def _in_cycles(cause: Cause) -> str:
     assert cause.mhz is not None
     cycles = cause.cycles
     if cycles is None:
-        return "the cause is the clock"
-    if _waits(cause):
-        could = percent(cause.mhz[0] / cause.mhz[1] - 1)
-        return f"that change alone could make {could}, so the cause is the clock, for which the step waits only in part"
+        return "likely the clock, but no round has one under both"
     told = f"in cycles the gap is {_estimate(cycles)}"
     if cycles.n < MIN_ROUNDS:
-        rounds = "one round" if cycles.n == 1 else f"{cycles.n} rounds"
-        return f"{told}: likely the clock, but it was read in {rounds} only"
+        return f"{told}: likely the clock, but {'one round' if cycles.n == 1 else f'{cycles.n} rounds'} only had one"
+    if _waits(cause, cycles):
+        could = percent(cause.mhz[0] / cause.mhz[1] - 1)
+        return f"that change alone could make {could}, so the cause is the clock, for which the step waits only in part"
     if clock_is_likely(cause):
         return f"{told}: likely the clock, but the interval leaves room for more"
+    if min(_ends(cause, cycles)) >= BESIDE * abs(cause.gap.gap):
+        return f"{told}, so the clock makes the larger part of it, and not all"
     return f"{told}, so the cause is the clock"
 
 
 def _work_or_clock(cause: Cause) -> str:
-    """Of kernels that moved while the clock that was read did not: sensors miss dips within one kernel."""
+    """Of kernels that moved while the clock did not, or too little: a driver's readings miss dips within a kernel."""
     cycles = cause.cycles
     if cycles is None:
         return "as no clock was read, by their work or by the clock"
-    told = f"in cycles of the clock that was read the gap is {_estimate(cycles)}"
-    ends = [end * math.copysign(1, cause.gap.gap) for end in cycles.ci90]
-    if cycles.n > 1 and min(ends) <= 0:
+    told = f"in cycles{'' if cause.counted else ' of the clock that was read'} the gap is {_estimate(cycles)}"
+    if cycles.n > 1 and min(_ends(cause, cycles)) <= 0:
         return f"{told}, which does not tell their work from the clock"
-    return f"{told}, so by their work, or by dips of the clock that are too short to be read"
+    missed = "" if cause.counted else ", or by dips of the clock that are too short to be read"
+    return f"{told}, so by their work{missed}"
 
 
 def _effects(cause: Cause) -> str:

@@ -16,50 +16,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pandas as pd
 
-from kvlab.cause_words import CLOCK_MOVED, MAIN, cause_sentence, clock_is_likely
+from kvlab.cause_parts import Part, clock_moved, clock_part, gaps_by_role, movers_of, selection_part, wander_us
+from kvlab.cause_words import MAIN, cause_sentence, clock_is_likely
 from kvlab.estimates import (
     BASELINE,
     Estimate,
     arm_estimate,
+    clock_counted,
     cycle_table,
-    estimate,
     round_processes,
     round_table,
     table_estimate,
-    table_ratios,
 )
-from kvlab.intervals import Floats
-from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
-from kvlab.kernel_names import MOE, REST, SELECTION
+from kvlab.kernel_gaps import kernel_gap_table, profiled_samples
+from kvlab.kernel_names import MOE
 from kvlab.role_effects import role_effects
 
 __all__ = ["Cause", "Part", "arm_medians", "find_cause", "gap_in_cycles", "kernel_gap_table"]
 
 AGAIN = "zeros_again"
-# Of the step: half of the smallest margin that a verdict is given for (1 %). Kernels that moved less explain nothing.
-MOVED = 0.005
-# Times what the same kernels moved between the baseline and its repetition: within that, they only wander.
-WANDER = 2.0
 # Of the tokens: below, no expert's load changes enough to move a step by `MOVED`.
 ROUTING_MOVED = 0.01
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a gap.
-
-    Attributes:
-        us: microseconds of one step, signed like the gap.
-        of_step: of the baseline's time.
-        ci90: interval of `us`; None where it is not known.
-    """
-
-    us: float
-    of_step: float
-    ci90: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,11 +54,14 @@ class Cause:
         aa: the baseline again against the baseline; None without that arm.
         cycles: the gap in cycles; None without clocks.
         mhz, watts: of the baseline and of the arm; None where they were not read.
+        clock: change of the rounds' SM clocks, as a gap; None where no round has both.
+        counted: the card counted its clock in every replay; else its driver read it now and then.
         selection: top-k and gathers together, with the interval of the profiled replays; without kernels the effect of
             the indexer's contents in cycles, with the interval of the rounds; None without that too.
         clocks: what of the rest of the gap the change of clock can explain: all of it, with the intervals of the gap
             and of the selection together, where the change could make more (the step waits for memory in part); else
-            what the change could make, with the interval of the rounds' clocks. None without clocks.
+            what the change could make, with the interval of the rounds' clocks. None without clocks; 0 for a clock
+            that did not move (`kvlab.cause_parts.clock_moved`).
         routing: share of the tokens that went to other experts; None where nobody looked.
         other: what neither selection nor clocks explain.
         roles: role -> microseconds by which its kernels moved; empty without kernels.
@@ -97,6 +79,8 @@ class Cause:
     aa: Estimate | None = None
     cycles: Estimate | None = None
     mhz: tuple[float, float] | None = None
+    clock: Estimate | None = None
+    counted: bool = False
     watts: tuple[float, float] | None = None
     selection: Part | None = None
     clocks: Part | None = None
@@ -110,6 +94,11 @@ class Cause:
     indexer_cycles: Estimate | None = None
     kv_cycles: Estimate | None = None
     interaction: Estimate | None = None
+
+    @property
+    def clock_moved(self) -> bool:
+        """The clock under the arm is another one than the baseline's."""
+        return clock_moved(self.mhz, self.clock, self.counted)
 
 
 def find_cause(
@@ -136,20 +125,21 @@ def find_cause(
     """
     gap = arm_estimate(samples, arm, baseline)
     kernels, telemetry = _of_same_step(kernels, samples), _of_same_step(telemetry, samples)
-    roles = _by_role(kernels, arm, baseline)
+    roles, again = (gaps_by_role(kernels, name, baseline) for name in (arm, AGAIN))
     us = round_table(samples)
     step = float(us[baseline].median())
     cycles = _round_cycles(us, (arm, baseline), samples, telemetry)
     mhz = arm_medians("sm_mhz", arm, baseline, samples, telemetry)
+    counted = clock_counted(samples)
     processes = round_processes(samples)
     indexer, kv, interaction = role_effects(us, arm, baseline, processes)
     indexer_cycles, kv_cycles, _ = (None,) * 3 if cycles is None else role_effects(cycles, arm, baseline, processes)
-    selection = _selection(roles, indexer_cycles, step)
+    clock = None if cycles is None else table_estimate(cycles / us, arm, baseline, processes)
+    selection = selection_part(roles, indexer_cycles, step)
     left = step * gap.gap - selection.us
     clocked = Part(0.0, 0.0)
-    if mhz is not None and abs(mhz[1] / mhz[0] - 1) >= CLOCK_MOVED:
-        ratios = None if cycles is None else table_ratios(cycles / us, arm, baseline)
-        clocked = _clocked(step, gap, selection, mhz, ratios)
+    if mhz is not None and clock_moved(mhz, clock, counted):
+        clocked = clock_part(step, gap, selection, mhz, clock)
     cause = Cause(
         kind="unknown",
         sentence="",
@@ -157,6 +147,8 @@ def find_cause(
         aa=arm_estimate(samples, AGAIN, baseline) if AGAIN in set(samples["arm"]) else None,
         cycles=None if cycles is None else table_estimate(cycles, arm, baseline, processes),
         mhz=mhz,
+        clock=clock,
+        counted=counted,
         watts=arm_medians("watts", arm, baseline, samples, telemetry),
         selection=selection if len(roles) or selection.us else None,
         clocks=None if mhz is None else clocked,
@@ -175,8 +167,10 @@ def find_cause(
         kv_cycles=kv_cycles,
         interaction=interaction,
     )
-    movers = _movers(roles, _by_role(kernels, AGAIN, baseline), step)
-    kind = _kind(cause, movers, step)
+    movers = movers_of(roles, again, step)
+    # Kernels that only wander select nothing.
+    chosen = roles.empty or abs(selection.us) > wander_us(roles, again)
+    kind = _kind(cause, movers, step, chosen)
     routing = ", ".join(sorted(set(samples["routing"].dropna()))) if "routing" in samples else ""
     about = {"arm": arm, "baseline": baseline, "routing": routing}
     words = cause_sentence(cause, kind, movers, step=step, floor=_floor(cause.aa), **about)
@@ -234,33 +228,6 @@ def _round_cycles(
     return None
 
 
-def _selection(roles: pd.DataFrame, indexer_cycles: Estimate | None, step: float) -> Part:
-    """By the kernels, else by the 2x2: what the indexer's contents make once the clock is taken out."""
-    if roles.empty and indexer_cycles is not None and indexer_cycles.nonzero:
-        gap, (lo, hi) = indexer_cycles.gap, indexer_cycles.ci90
-        return Part(step * gap, gap, (step * lo, step * hi))
-    chosen = roles[roles.index.isin(SELECTION)]
-    us, half = float(chosen["gap_us"].sum()), float(np.sqrt((chosen["half_us"] ** 2).sum(skipna=False)))
-    return Part(us, us / step, (us - half, us + half) if len(chosen) and math.isfinite(half) else None)
-
-
-def _clocked(step: float, gap: Estimate, selection: Part, mhz: tuple[float, float], ratios: Floats | None) -> Part:
-    """What of the gap beyond selection a change of clock explains; `ratios` are the rounds' log(MHz / baseline's)."""
-    us, ends = step * gap.gap, [step * end for end in gap.ci90]
-    left = us - selection.us
-    # At the baseline's clock a step that waits for the clock alone would have taken this much less.
-    could = step * (1 + gap.gap) * (1 - mhz[1] / mhz[0])
-    if could * left <= 0:
-        return Part(0.0, 0.0)
-    if abs(left) <= abs(could):
-        half = 0.0 if selection.ci90 is None else (selection.ci90[1] - selection.ci90[0]) / 2
-        found, interval = left, (left - math.hypot(us - ends[0], half), left + math.hypot(ends[1] - us, half))
-    else:
-        ratio = (-math.inf, math.inf) if ratios is None else estimate(ratios).ci90
-        found, interval = could, (step * (1 + gap.gap) * -ratio[1], step * (1 + gap.gap) * -ratio[0])
-    return Part(found, found / step, interval if all(map(math.isfinite, interval)) else None)
-
-
 def _of_same_step(table: pd.DataFrame | None, samples: pd.DataFrame) -> pd.DataFrame:
     """The rows of the samples' case and mode."""
     if table is None:
@@ -271,45 +238,20 @@ def _of_same_step(table: pd.DataFrame | None, samples: pd.DataFrame) -> pd.DataF
     return table
 
 
-def _by_role(kernels: pd.DataFrame, arm: str, baseline: str) -> pd.DataFrame:
-    """`kernel_gap_table` by role (the index), without rest and total; empty where either arm was not profiled."""
-    if kernels.empty or not {arm, baseline} <= set(kernels["arm"]):
-        return pd.DataFrame({"gap_us": [], "half_us": []}, index=pd.Index([], name="role"), dtype=float)
-    table = (
-        kernel_gap_table(kernels, arm, baseline, by="role").set_index("role").drop(index=[TOTAL, REST], errors="ignore")
-    )
-    return table.assign(half_us=(table["hi_us"] - table["lo_us"]) / 2)[["gap_us", "half_us"]]
-
-
-def _movers(roles: pd.DataFrame, wander: pd.DataFrame, step: float) -> dict[str, float]:
-    """Microseconds by which selection, and each other role, moved; without those that moved by little or chance."""
-    movers = {}
-    for name, members in {
-        "selection": SELECTION,
-        **{role: (role,) for role in roles.index if role not in SELECTION},
-    }.items():
-        moved = roles[roles.index.isin(members)]
-        us = float(moved["gap_us"].sum())
-        noise = float(np.sqrt((moved["half_us"].fillna(0) ** 2).sum()))
-        noise = max(noise, WANDER * abs(float(wander.loc[wander.index.isin(members), "gap_us"].sum())))
-        if abs(us) > max(MOVED * step, noise):
-            movers[name] = us
-    return movers
-
-
-def _kind(cause: Cause, movers: Mapping[str, float], step: float) -> str:
+def _kind(cause: Cause, movers: Mapping[str, float], step: float, chosen: bool) -> str:
     gap_us = step * cause.gap.gap
     seen = cause.gap.nonzero and abs(cause.gap.log_gap) > _floor(cause.aa)
     if seen and (cause.routing or 0.0) >= ROUTING_MOVED:
-        # Without a profile: what neither the clock nor the selection explains.
+        # What neither the clock nor the selection explains, and experts that take as much more, where they were seen.
         known = sum(part.us / gap_us for part in (cause.clocks, cause.selection) if part)
-        if (movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0 - known) >= MAIN:
+        experts = movers.get(MOE, 0.0) / gap_us if cause.roles else 1.0
+        if min(1.0 - known, experts) >= MAIN:
             return "routing"
     if movers and min(movers.values()) < 0 < max(movers.values()):
         return "cancelling"
     if not seen:
         return "none"
-    shares = {"selection": cause.selection, "clocks": cause.clocks}
+    shares = {"selection": cause.selection if chosen else None, "clocks": cause.clocks}
     explained = {kind: part.us / gap_us for kind, part in shares.items() if part is not None}
     if explained and max(explained.values()) >= MAIN:
         return max(explained, key=lambda kind: explained[kind])

@@ -168,6 +168,11 @@ def cycle_table(samples: pd.DataFrame) -> pd.DataFrame:
     return _round_values(samples.assign(cycles=samples["us"] * mhz), value="cycles").unstack("arm")
 
 
+def clock_counted(samples: pd.DataFrame) -> bool:
+    """Whether the card counted `sm_mhz`, see `kvlab.measure.clock`: a driver's are whole MHz, a median of them half."""
+    return "sm_mhz" in samples and bool((samples["sm_mhz"].dropna().astype(float) % 0.5 != 0).any())
+
+
 def table_ratios(table: pd.DataFrame, arm: str, baseline: str = BASELINE) -> Floats:
     """`round_ratios` from a `round_table`."""
     for name in (arm, baseline):
