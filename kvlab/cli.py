@@ -152,8 +152,13 @@ def _show(args: argparse.Namespace, run: Run, wanted: Sequence[tuple[str, str]])
 
         plot_gaps(run.verdicts)[0].savefig(run.path / "gaps.png", dpi=150)
     if args.json:
+        from kvlab.verdict_table import kernel_records
+
+        for note in run.provenance.get("notes", ()):
+            print(f"fallback: {note}", file=sys.stderr)
+        kernels = run.kernels
         for verdict in verdicts:
-            print(json.dumps(verdict))
+            print(json.dumps(verdict | kernel_records(verdict, kernels)))
     else:
         from kvlab.verdict_table import explanation, verdict_table
 

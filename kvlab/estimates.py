@@ -20,6 +20,8 @@ from kvlab.errors import StudyError
 from kvlab.intervals import Floats, bootstrap_interval, checked, hodges_lehmann, student_quantile
 
 BASELINE = "zeros"
+# Share of a visit's replays whose clock is known, at least, for its cycles.
+_CLOCKED = 0.8
 # Of `kvlab.measure.timer.MODES`.
 SUSTAINED = "sustained"
 
@@ -163,9 +165,14 @@ def round_table(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def cycle_table(samples: pd.DataFrame) -> pd.DataFrame:
-    """As `round_table` has microseconds, cycles: each replay's time x its `sm_mhz`; NaN where no clock was read."""
+    """As `round_table` has microseconds, cycles: each replay's time x its `sm_mhz`; NaN for visits with too few clocks.
+
+    Of a swing that is half seen, the half is no clock of the visit.
+    """
     mhz = samples.get("sm_mhz", pd.Series(math.nan, samples.index)).astype(float)
-    return _round_values(samples.assign(cycles=samples["us"] * mhz), value="cycles").unstack("arm")
+    known = mhz.notna().groupby([samples["round"], samples["arm"]], observed=True).mean().unstack("arm")
+    cycles = _round_values(samples.assign(cycles=samples["us"] * mhz), value="cycles").unstack("arm")
+    return cycles.where(known >= _CLOCKED)
 
 
 def clock_counted(samples: pd.DataFrame) -> bool:

@@ -50,6 +50,8 @@ __all__ = [
 AGAIN = "zeros_again"
 # Four ratios all on one side still happen by chance more than 5 % of the time (2^-4); the sixth may be an outlier.
 MIN_ROUNDS = 6
+# Family-wise error at which a list of what differs is told.
+ALPHA = 0.05
 MAX_ROUNDS = 1_000_000  # what "no number of rounds would decide" is reported as
 ALSO_MARGINS = (0.01, 0.05)
 

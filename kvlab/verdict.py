@@ -18,7 +18,7 @@ from kvlab.examination import Examination
 from kvlab.measure.telemetry import CLOCK_FLOOR
 from kvlab.plan import Plan
 from kvlab.run import Run
-from kvlab.stats import decide
+from kvlab.stats import decide, p_different
 
 
 def verdict_head(engine: Engine, case: Case, plan: Plan, mode: str, run: Path) -> dict[str, Any]:
@@ -122,6 +122,7 @@ def case_verdict(samples: pd.DataFrame, plan: Plan, found: Examination) -> dict[
         "arm": plan.claim.name,
         "reasons": reasons,
         "nonzero": decision.nonzero,
+        "p": p_different(decision.gap, plan.margin),
         "rounds_needed": decision.rounds_needed,
         "also": {f"{margin:g}": verdict for margin, verdict in decision.also.items()},
         "arms": {
@@ -141,15 +142,14 @@ def _clocks(samples: pd.DataFrame, arm: str) -> dict[str, Any]:
     watts = samples["watts"] if "watts" in samples else samples["sm_mhz"] * math.nan
     # Of visits, as causes and reports have them: a replay has its visit's readings, and a capped visit more replays.
     visits = samples.assign(watts=watts).groupby(["round", "arm"], observed=True)[["sm_mhz", "watts"]].median()
-    medians = visits.groupby("arm").median()
-    if medians["sm_mhz"].isna().any():
-        return {}
+    medians = visits.groupby("arm").median().dropna(subset="sm_mhz")
     clocks = {
         str(name): {"MHz": float(row["sm_mhz"]), "W": None if math.isnan(row["watts"]) else float(row["watts"])}
         for name, row in medians.iterrows()
     }
     cycles = gap_in_cycles(samples, arm)
-    return {"clocks": clocks, **({"cycles": {"gap": cycles.gap, "ci90": cycles.listed_ci90}} if cycles else {})}
+    told = {"gap": cycles.gap, "ci90": cycles.listed_ci90, "rounds": cycles.n} if cycles else None
+    return {"clocks": clocks, **({"cycles": told} if told else {})}
 
 
 def _told_routing(arm: str, moved: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pandas as pd
 from kvlab.kernel_gaps import TOTAL, kernel_gap_table, profiled_samples
 from kvlab.kernel_names import CLOSE, REST
 from kvlab.pilot import RoundPlan
-from kvlab.stats import all_within
+from kvlab.stats import ALPHA, BASELINE, all_within, holm
 
 # Kernels that are printed one by one, the largest gaps first.
 _KERNELS = 12
@@ -40,7 +41,7 @@ def verdict_table(verdicts: Sequence[dict[str, Any]]) -> str:
         said = (*_planned(v), *v["reasons"], *_other_arms(v), *_clocks(v))
         lines += [f"  {v['case']}, {v['mode']}: {told}" for told in said]
     if len(verdicts) > 1:
-        lines.append(_joint(verdicts))
+        lines += [_joint(verdicts), *_after_holm(verdicts)]
     if unseen := list(dict.fromkeys(v["case"] for v in verdicts if v["rounds"] and v.get("outside_writes", 0) is None)):
         lines.append(
             f"Whether {', '.join(unseen)} wrote outside the touched views was not looked at; `kvlab verify` does."
@@ -57,6 +58,33 @@ def _joint(verdicts: Sequence[dict[str, Any]]) -> str:
     return f"All {len(verdicts)}: not shown that every gap is {within} ({said})."
 
 
+def _after_holm(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    """Which gaps differ when it is taken into account that several were looked at."""
+    judged = [v for v in verdicts if v.get("p") is not None and v["verdict"] != "invalid"]
+    if len(judged) < 2 or all(v["verdict"] != "different" for v in judged):
+        return []
+    held: dict[bool, list[str]] = {True: [], False: []}
+    for v, p in zip(judged, holm([v["p"] for v in judged]), strict=True):
+        if v["verdict"] == "different":
+            held[bool(p <= ALPHA)].append(f"{v['case']} {v['mode']}")
+    over = f"Holm's correction over {len(judged)} gaps (family-wise error {100 * ALPHA:g} %)"
+    words = {True: f"Different after {over} too", False: f"Different by its own interval, but not after {over}"}
+    return [f"{words[after]}: {', '.join(names)}." for after, names in held.items() if names]
+
+
+def kernel_records(verdict: dict[str, Any], kernels: pd.DataFrame) -> dict[str, Any]:
+    """For JSON, of an explained verdict: `kernels`, arm -> rows of `kernel_gap_table` against zeros; else nothing.
+
+    Args:
+        kernels: `Run.kernels`.
+    """
+    here = kernels[(kernels["case"] == verdict["case"]) & (kernels["mode"] == verdict["mode"])]
+    if "cause" not in verdict or here.empty:
+        return {}
+    tables = {arm: kernel_gap_table(here, arm) for arm in here["arm"].unique() if arm != BASELINE}
+    return {"kernels": {arm: json.loads(table.to_json(orient="records")) for arm, table in tables.items()}}
+
+
 def explanation(verdict: dict[str, Any], kernels: pd.DataFrame) -> str:
     """What an explained case and mode show: the cause, the selected tokens, and the kernels that make the gap.
 
@@ -64,7 +92,8 @@ def explanation(verdict: dict[str, Any], kernels: pd.DataFrame) -> str:
         kernels: `Run.kernels`, of this case and mode at least.
     """
     arm, cause = verdict["arm"], verdict["cause"]
-    lines = [f"{verdict['case']}, {verdict['mode']}: {cause['sentence']}"]
+    hint = " (No more than a hint, as the verdict is invalid.)" if verdict["verdict"] == "invalid" else ""
+    lines = [f"{verdict['case']}, {verdict['mode']}: {cause['sentence']}{hint}"]
     for name, what in (
         ("indexer", "the indexer's contents"),
         ("kv", "the KV's"),
@@ -106,10 +135,13 @@ def parts_told(cause: dict[str, Any]) -> list[str]:
 
 
 def closing(profiles: dict[str, Any], arm: str) -> list[str]:
-    """How the kernels of zeros and of an arm add up to the timed step: a sentence each, of a verdict's `profiles`."""
+    """How the kernels of zeros and of an arm add up to the timed step, and of others where they do not: a sentence
+    each, of a verdict's `profiles`."""
     lines = []
-    for name in ("zeros", arm):
+    for name in dict.fromkeys(("zeros", arm, *profiles)):
         profile = profiles[name]
+        if profile["closes"] and name not in ("zeros", arm):
+            continue
         line = f"under {name} the kernels add up to {profile['closure']:.1%} of the timed step"
         if not profile["closes"]:
             line += f", which does not close within {100 * CLOSE:g} %"
@@ -180,7 +212,10 @@ def _clocks(verdict: dict[str, Any]) -> list[str]:
         for name, of in clocks.items()
     ]
     cycles = verdict.get("cycles")
-    told = f"; gap in cycles {_percent(cycles['gap'])} ({_interval(cycles['ci90'])})" if cycles else ""
+    told = ""
+    if cycles:
+        few = f", of {cycles['rounds']} rounds" if cycles.get("rounds", verdict["rounds"]) < verdict["rounds"] else ""
+        told = f"; gap in cycles {_percent(cycles['gap'])} ({_interval(cycles['ci90'])}{few})"
     return [f"{'; '.join(parts)}{told}"] if parts else []
 
 

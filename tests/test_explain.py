@@ -8,7 +8,7 @@ import pytest
 import kvlab
 from kvlab.explain import cause_record, may_be_capped
 from kvlab.run import open_run
-from kvlab.verdict_table import explanation, verdict_table
+from kvlab.verdict_table import closing, explanation, kernel_records, verdict_table
 
 ARMS = ["random", "mix(kv=random, indexer=zeros)", "mix(kv=zeros, indexer=random)"]
 
@@ -79,6 +79,52 @@ def test_a_table_ends_with_the_claim_for_all_of_it_and_what_nobody_looked_at(exp
     assert "within its margin" in verdict_table(apart).splitlines()[-1]
 
 
+def test_what_differs_is_named_as_holm_leaves_it(explained):
+    verdict = explained.verdict_of("hit", "isolated")
+
+    def said(*of):
+        rows = [{**verdict, "case": f"c{n}", "verdict": word, "p": p} for n, (word, p) in enumerate(of)]
+        return [line for line in verdict_table(rows).splitlines() if "Holm" in line]
+
+    assert said(("different", 1e-6)) == said(("equivalent", 0.9), ("equivalent", 0.8)) == []
+    assert said(("different", 1e-6), ("equivalent", 0.9), ("different", 0.04)) == [
+        "Different after Holm's correction over 3 gaps (family-wise error 5 %) too: c0 isolated.",
+        "Different by its own interval, but not after Holm's correction over 3 gaps (family-wise error 5 %): c2"
+        " isolated.",
+    ]
+    # One that is invalid is no finding, and costs the others nothing.
+    assert "over 2 gaps" in said(("different", 1e-6), ("invalid", 1e-6), ("equivalent", 0.9))[0]
+
+
+def test_json_has_the_kernels_of_every_arm(explained):
+    verdict = explained.verdict_of("hit", "isolated")
+    told = json.loads(json.dumps(kernel_records(verdict, explained.kernels)))["kernels"]
+    assert set(told) == {"zeros_again", *ARMS}
+    for arm, rows in told.items():
+        zeros, other = (verdict["profiles"][name]["timed_us"] for name in ("zeros", arm))
+        assert rows[-1]["role"] == "(total)"
+        assert rows[-1]["gap_us"] == pytest.approx(other - zeros, rel=1e-3, abs=1e-2)
+        assert sum(row["gap_us"] for row in rows[:-1]) == pytest.approx(rows[-1]["gap_us"], abs=1e-2)
+    assert kernel_records({**verdict, "case": "other"}, explained.kernels) == {}
+    assert kernel_records({k: v for k, v in verdict.items() if k != "cause"}, explained.kernels) == {}
+
+
+def test_a_cause_beside_an_invalid_verdict_is_a_hint(explained):
+    verdict = explained.verdict_of("hit", "isolated")
+    for word in ("invalid", "different"):
+        head = explanation({**verdict, "verdict": word}, explained.kernels).splitlines()[0]
+        assert ("no more than a hint" in head.lower()) == (word == "invalid")
+
+
+def test_other_arms_that_do_not_close_are_named_too():
+    profile = {"closure": 0.99, "closes": True, "busy_us": 990.0, "timed_us": 1000.0, "overlap_us": 0.0}
+    profile |= {"restore_us": 11.0, "restore_outside": True}
+    odd = {**profile, "closure": 0.9, "closes": False, "busy_us": 900.0}
+    told = closing({"zeros": profile, "zeros_again": odd, "random": profile, "levels": profile}, "random")
+    assert [line.split()[1] for line in told] == ["zeros", "random", "zeros_again"]
+    assert "does not close within 3 %" in told[2]
+
+
 def test_clocks_and_power_are_printed_of_every_arm(explained):
     verdict = explained.verdict_of("hit", "isolated")
     clocks = {arm: {"MHz": 1980.0 - 15 * n, "W": 500.0 + n} for n, arm in enumerate(["zeros", "zeros_again", *ARMS])}
@@ -105,8 +151,6 @@ def test_a_cause_is_plain_json(explained):
 
 
 def test_what_does_not_close_is_said_and_what_runs_side_by_side_is_counted_once():
-    from kvlab.verdict_table import closing
-
     profile = {"closure": 1.149, "closes": False, "busy_us": 14_298.6, "timed_us": 14_391.0, "overlap_us": 2241.0}
     profile |= {"restore_us": 11.0, "restore_outside": True}
     told = closing({"zeros": profile, "random": {**profile, "closure": 0.998, "closes": True}}, "random")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvlab.plots.style import percent
-from kvlab.report.facts import ALPHA, VERDICTS, Row, by_severity
-from kvlab.stats import all_within
+from kvlab.report.facts import VERDICTS, Row, by_severity
+from kvlab.stats import ALPHA, all_within
 
 QUESTION = (
     "Forward benchmarks time a step on a KV cache of zeros. Does it matter what is in the cache? Each case is one step,"

@@ -19,7 +19,6 @@ from kvlab.stats import AGAIN, BASELINE, holm
 
 # Worst first: what a reader must see before the rest.
 VERDICTS = ("different", "inconclusive", "invalid", "unfinished", "equivalent")
-ALPHA = 0.05
 
 
 @dataclass(frozen=True)
