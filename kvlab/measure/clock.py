@@ -38,7 +38,7 @@ class ClockCounter:
 
         self._kernel: Any = mark_clock
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._marks = torch.zeros((2, self._sms, 2), dtype=torch.int64, pin_memory=True)
+        self._marks = torch.zeros((2, self._sms, 2), dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._marks.numpy()
         # Compiled now, as a capture would refuse it.
         self.mark(0)
